@@ -1,0 +1,543 @@
+"""Carrying out a capture plan: turns positions into rows and columns of each attention call, and back.
+
+A plan speaks of positions in a sequence. An attention call has rows and columns, shifted by left padding and,
+while generating, by what the cache already holds. The collector is the one place that knows both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from headlab.attention.keep import Keep, KeepRows, KeepStatistics, KeepTensors, SpanLike
+from headlab.attention.seam import Call
+from headlab.errors import OutputError, PlanError
+from headlab.kernels import ENGINES, AttentionInputs, Request, RowEdit
+from headlab.kernels.dense import attend_rows, row_statistics
+from headlab.models.spec import ModelSpec
+
+#: Statistics whose values are key positions.
+_INDEX = frozenset({"argmax", "topk_index"})
+#: Cases of the engines' ``feature``.
+_FEATURES = ("first_mass", "segment_mass", "feature")
+
+
+@dataclass
+class Kept:
+    """One kept thing: a part per forward step and layer, joined by :meth:`Collector.finish`.
+
+    Attributes:
+        heads: Heads per layer, in the order of the head axis; key/value heads for k and v.
+        parts: Tensors per layer, one per forward step.
+        labels: Names along a last axis, such as segments.
+    """
+
+    heads: dict[int, tuple[int, ...]]
+    parts: dict[int, list[Tensor]] = field(default_factory=dict)
+    labels: tuple[str, ...] = ()
+
+
+@dataclass
+class _Group:
+    """Statistics that one pass over the attention call can give together."""
+
+    heads: dict[int, tuple[int, ...]]
+    items: dict[str, KeepStatistics]
+    queries: object
+
+    @property
+    def names(self) -> set[str]:
+        return set(self.items)
+
+
+class Collector:
+    """Captures what a plan names while a model runs.
+
+    Args:
+        plan: What to keep.
+        spec: The model.
+        lengths: Real tokens of each prompt.
+        encoder_lengths: Real tokens of each prompt's encoder side, in an encoder-decoder model.
+
+    Raises:
+        PlanError: The plan names something twice, or a position beyond a prompt's end.
+    """
+
+    def __init__(
+        self,
+        plan: Sequence[Keep],
+        spec: ModelSpec,
+        lengths: Tensor,
+        encoder_lengths: Tensor | None = None,
+    ) -> None:
+        self.spec = spec
+        self.lengths = lengths
+        self.encoder_lengths = encoder_lengths
+        self.rows: Kept | None = None
+        self.query_positions: dict[str, list[Tensor]] = {}
+        self.statistics: dict[str, Kept] = {}
+        self.tensors: dict[str, Kept] = {}
+        self._groups: list[_Group] = []
+        self._rows_item: KeepRows | None = None
+        self._tensor_items: dict[str, KeepTensors] = {}
+        self._widths: dict[int, int] = {}
+        self._left: Tensor | None = None
+        for item in plan:
+            if isinstance(item, KeepRows):
+                self._add_rows(item)
+            elif isinstance(item, KeepStatistics):
+                self._add_statistics(item)
+            elif isinstance(item, KeepTensors):
+                self._add_tensors(item)
+            else:
+                raise PlanError(
+                    f"keep= takes hl.keep.rows, hl.keep.statistics or hl.keep.tensors, not {item!r}"
+                )
+
+    def _add_rows(self, item: KeepRows) -> None:
+        if self._rows_item is not None:
+            raise PlanError("hl.keep.rows is given twice; name all queries in one")
+        self._rows_item = item
+        self.rows = Kept(item.selection.resolve(self.spec))
+
+    def _add_statistics(self, item: KeepStatistics) -> None:
+        heads = item.selection.resolve(self.spec)
+        for name in item.names:
+            if name in self.statistics:
+                raise PlanError(f"statistic {name!r} is asked for twice")
+            labels = tuple(item.segments or ()) if name.startswith("segment_") else ()
+            if name == "lag_mass":
+                labels = tuple(f"{a}..{b - 1}" for a, b in zip(item.bins, item.bins[1:], strict=False))
+            self.statistics[name] = Kept(heads, labels=labels)
+            if name == "topk":
+                self.statistics["topk_index"] = Kept(heads)
+        for group in self._groups:
+            if group.heads == heads and group.queries is None and item.queries is None:
+                group.items |= {name: item for name in item.names}
+                return
+        self._groups.append(_Group(heads, {name: item for name in item.names}, item.queries))
+
+    def _add_tensors(self, item: KeepTensors) -> None:
+        heads = item.selection.resolve(self.spec)
+        for name in item.names:
+            if name in self.tensors:
+                raise PlanError(f"tensor {name!r} is asked for twice")
+            self._tensor_items[name] = item
+            self.tensors[name] = Kept(heads)
+
+    # -- while the model runs --------------------------------------------------------------------------------
+
+    def attend(
+        self,
+        call: Call,
+        inputs: AttentionInputs,
+        edit_scores: RowEdit | None,
+        edit_pattern: RowEdit | None,
+    ) -> Tensor | None:
+        """Capture rows and statistics of one call.
+
+        Returns:
+            z [batch, query, head, d_value] when the engine had to compute it anyway, else None.
+        """
+        layer = call.layer
+        self._widths[layer] = max(self._widths.get(layer, 0), inputs.key_start + inputs.n_keys)
+        if inputs.left is not None:
+            self._left = inputs.left
+        base = Request(z=False, edit_scores=edit_scores, edit_pattern=edit_pattern)
+        self._take_rows(call, inputs, base)
+        self._take_pattern(call, inputs, base)
+        z = None
+        for group in self._groups:
+            if layer not in group.heads:
+                continue
+            if group.queries is not None:
+                self._some_rows(group, call, inputs, base)
+                continue
+            n_heads = inputs.q.shape[1]
+            every = group.heads[layer] == tuple(range(n_heads))
+            request = self._request(group, call, inputs, base, z=every and z is None)
+            result = ENGINES["blockwise"](inputs, request)
+            if result.z is not None:
+                z = result.z.transpose(1, 2)
+            self._store(group, call, result.statistics)
+        return z
+
+    def _take_rows(self, call: Call, inputs: AttentionInputs, base: Request) -> None:
+        if self.rows is None or call.layer not in self.rows.heads:
+            return
+        assert self._rows_item is not None
+        index = self._row_index(self._rows_item.queries, call, inputs)
+        if index.shape[1] == 0:
+            return
+        heads = self.rows.heads[call.layer]
+        pattern = attend_rows(inputs, _request(base, heads=heads), index).pattern
+        self.rows.parts.setdefault(call.layer, []).append(self._wide(pattern, inputs))
+        if call.layer == min(self.rows.heads):
+            self._note_queries("rows", call, index)
+
+    def _take_pattern(self, call: Call, inputs: AttentionInputs, base: Request) -> None:
+        kept = self.tensors.get("pattern")
+        if kept is None or call.layer not in kept.heads:
+            return
+        every = torch.arange(inputs.n_queries, device=inputs.q.device).expand(inputs.q.shape[0], -1)
+        request = _request(base, heads=kept.heads[call.layer])
+        pattern = attend_rows(inputs, request, every).pattern
+        kept.parts.setdefault(call.layer, []).append(self._wide(pattern, inputs))
+
+    def _wide(self, rows: Tensor, inputs: AttentionInputs) -> Tensor:
+        """Rows over every key since the start, where a sliding cache has dropped the first ones."""
+        return torch.nn.functional.pad(rows, (inputs.key_start, 0)) if inputs.key_start else rows
+
+    def _some_rows(
+        self, group: _Group, call: Call, inputs: AttentionInputs, base: Request
+    ) -> None:
+        index = self._row_index(group.queries, call, inputs)
+        if "received" in group.names or "block_map" in group.names:
+            counted = torch.zeros(inputs.q.shape[0], inputs.n_queries, dtype=torch.bool)
+            counted = counted.to(index.device).scatter(1, index, True)
+            request = _request(
+                self._request(group, call, inputs, base, z=False), counted=counted
+            )
+            only = tuple(name for name in request.statistics if name in ("received", "block_map"))
+            result = ENGINES["blockwise"](inputs, _request(request, statistics=only))
+            self._store(group, call, result.statistics)
+        if index.shape[1]:
+            request = self._request(group, call, inputs, base, z=False)
+            self._store(group, call, row_statistics(attend_rows(inputs, request, index)))
+            if call.layer == min(group.heads):
+                for name in group.names:
+                    self._note_queries(name, call, index)
+
+    def _note_queries(self, name: str, call: Call, index: Tensor) -> None:
+        if self._rows_item is not None and name == "rows" and self._rows_item.queries is None:
+            return  # every query: the axis is the position itself
+        positions = call.query_positions.gather(1, index)
+        self.query_positions.setdefault(name, []).append(positions)
+
+    def _request(
+        self, group: _Group, call: Call, inputs: AttentionInputs, base: Request, z: bool
+    ) -> Request:
+        items, names = group.items, group.names
+        engine_names = names - set(_FEATURES) | ({"feature"} if names & set(_FEATURES) else set())
+        engine_names |= {"topk_index"} if "topk" in names else set()
+        segments = items.get("segment_z")
+        lag = items.get("lag_mass")
+        local, topk, block = items.get("local_mass"), items.get("topk"), items.get("block_map")
+        return _request(
+            base,
+            heads=group.heads[call.layer],
+            z=z,
+            statistics=tuple(sorted(engine_names)),
+            features=self._features(group, call),
+            local_window=local.window if local else 1,
+            lag_edges=lag.bins if lag else (),
+            k=topk.k if topk else 1,
+            targets=self._targets(items.get("target_mass"), call, inputs),
+            counted=self._real_queries(call),
+            block=block.block if block else 64,
+            segments=None if segments is None else self._members(segments, call),
+        )
+
+    def _real_queries(self, call: Call) -> Tensor | None:
+        """Which query rows are no padding, or None when all are real."""
+        if call.inputs.left is not None:
+            return call.query_positions >= 0
+        lengths = self._query_lengths(call.layer)
+        if call.inputs.query_start or bool((lengths == lengths.max()).all()):
+            return None
+        return call.query_positions < lengths.to(call.inputs.q.device)[:, None]
+
+    def _features(self, group: _Group, call: Call) -> Tensor | None:
+        positions = call.key_positions
+        columns = []
+        for name in _FEATURES:
+            item = group.items.get(name)
+            if item is None:
+                continue
+            if name == "first_mass":
+                columns.append(((positions >= 0) & (positions < item.n_first))[..., None])
+            elif name == "segment_mass":
+                columns.append(self._members(item, call))
+            else:
+                assert item.x is not None
+                columns.append(_at_positions(_per_key(item.x), positions, "x"))
+        if not columns:
+            return None
+        dtype = torch.promote_types(call.inputs.q.dtype, torch.float32)
+        return torch.cat([column.to(dtype) for column in columns], -1)
+
+    def _members(self, item: KeepStatistics, call: Call) -> Tensor:
+        """Which key columns belong to which segment, [batch, key, segment]."""
+        assert item.segments is not None
+        positions = call.key_positions
+        return torch.stack(
+            [_member(name, span, positions) for name, span in item.segments.items()], -1
+        )
+
+    def _targets(
+        self, item: KeepStatistics | None, call: Call, inputs: AttentionInputs
+    ) -> Tensor | None:
+        if item is None:
+            return None
+        assert item.targets is not None
+        positions = call.query_positions
+        targets = item.targets.to(positions.device)
+        targets = targets.expand(positions.shape[0], -1) if targets.dim() == 2 else (
+            targets.expand(positions.shape[0], *targets.shape)
+        )
+        known = (positions >= 0) & (positions < targets.shape[1])
+        target = targets.gather(1, positions.clamp(0, targets.shape[1] - 1))
+        left = 0 if inputs.left is None else inputs.left[:, None]
+        column = target + left - inputs.key_start
+        inside = known & (target >= 0) & (column >= 0) & (column < inputs.n_keys)
+        return torch.where(inside, column, -1)
+
+    def _row_index(self, queries: object, call: Call, inputs: AttentionInputs) -> Tensor:
+        """Rows of this call, [batch, n], that a plan's query positions name."""
+        n, device, batch = inputs.n_queries, inputs.q.device, inputs.q.shape[0]
+        if queries is None:
+            return torch.arange(n, device=device).expand(batch, -1)
+        left = torch.zeros(batch, dtype=torch.long, device=device)
+        left = left if inputs.left is None else inputs.left.to(device)
+        lengths = self._query_lengths(call.layer).to(device)
+        if isinstance(queries, str):
+            if inputs.query_start:  # a decoding step: each of its rows predicts a generated token
+                return torch.arange(n, device=device).expand(batch, -1)
+            return (lengths - 1 + left)[:, None]
+        if inputs.query_start:  # positions name prompt tokens, which the first step has passed
+            return torch.empty(batch, 0, dtype=torch.long, device=device)
+        return resolve_positions(queries, lengths, "queries") + left[:, None]
+
+    def _query_lengths(self, layer: int) -> Tensor:
+        encoder = self.spec.layers[layer].stack == "encoder" and self.encoder_lengths is not None
+        return self.encoder_lengths if encoder else self.lengths  # type: ignore[return-value]
+
+    def _store(self, group: _Group, call: Call, values: dict[str, Tensor]) -> None:
+        start = 0
+        feature = values.pop("feature", None)
+        for name in _FEATURES:
+            if feature is not None and name in group.items:
+                item = group.items[name]
+                width = {"first_mass": 1, "segment_mass": len(item.segments or ())}.get(
+                    name, feature.shape[-1] - start
+                )
+                part = feature[..., start : start + width]
+                single = name == "first_mass" or (name == "feature" and _is_flat(item.x))
+                values[name] = part[..., 0] if single else part
+                start += width
+        inputs = call.inputs
+        for name, value in values.items():
+            if name in _INDEX:
+                left = 0 if inputs.left is None else inputs.left.view(-1, *[1] * (value.dim() - 1))
+                value = torch.where(value >= 0, value + inputs.key_start - left, -1)
+            if name == "received" and inputs.key_start:
+                value = torch.nn.functional.pad(value, (inputs.key_start, 0))
+            self.statistics[name].parts.setdefault(call.layer, []).append(value)
+
+    def take(self, name: str, layer: int, value: Tensor, inputs: AttentionInputs | None = None) -> None:
+        """Keep q, k, v, z or result of one call, [batch, position, head, width]."""
+        kept = self.tensors.get(name)
+        if kept is None or layer not in kept.heads:
+            return
+        heads = list(kept.heads[layer])
+        if name in ("k", "v"):
+            group = self.spec.layers[layer].n_heads // value.shape[2]
+            heads = sorted({head // group for head in heads})
+            kept.heads[layer] = tuple(heads) if group == 1 else kept.heads[layer]
+            if inputs is not None:  # the cache's keys were kept when they were new
+                value = value[:, value.shape[1] - inputs.n_queries :] if inputs.query_start else value
+        if heads != list(range(value.shape[2])):
+            value = value[:, :, heads]
+        place = self._tensor_items[name].offload
+        if place == "cpu":
+            value = value.detach().to("cpu")
+        elif isinstance(place, Path):
+            value = _mapped(place, name, layer, len(kept.parts.get(layer, ())), value)
+        else:
+            value = value.clone() if not value.requires_grad else value
+        kept.parts.setdefault(layer, []).append(value)
+
+    def wants(self, name: str, layer: int) -> bool:
+        """Whether the plan keeps this tensor of this layer."""
+        return name in self.tensors and layer in self.tensors[name].heads
+
+    # -- afterwards ------------------------------------------------------------------------------------------
+
+    def finish(self) -> tuple[dict[int, Tensor], dict[str, dict[int, Tensor]], dict[str, dict[int, Tensor]]]:
+        """Rows, statistics and tensors per layer, with every axis in positions of the sequences.
+
+        Positions that a shorter sequence of the batch does not have hold NaN (−1 in index statistics, 0 along
+        key axes).
+        """
+        rows: dict[int, Tensor] = {}
+        if self.rows is not None:
+            for layer, parts in self.rows.parts.items():
+                every = self._rows_item is not None and self._rows_item.queries is None
+                joined = self._joined(parts, layer, query=2, key=3, move_query=every)
+                rows[layer] = self._blank(joined, 2, layer) if every else joined
+        statistics: dict[str, dict[int, Tensor]] = {}
+        for name, kept in self.statistics.items():
+            statistics[name] = {
+                layer: self._statistic(name, layer, parts) for layer, parts in kept.parts.items()
+            }
+        tensors: dict[str, dict[int, Tensor]] = {}
+        for name, kept in self.tensors.items():
+            tensors[name] = {
+                layer: self._tensor(name, layer, parts) for layer, parts in kept.parts.items()
+            }
+        return rows, statistics, tensors
+
+    def _statistic(self, name: str, layer: int, parts: list[Tensor]) -> Tensor:
+        if name == "block_map":
+            if len(parts) > 1 or self._left is not None:
+                raise PlanError("block_map is for one forward pass; it cannot grow while generating")
+            return parts[0]
+        if name == "received":
+            width = max(part.shape[2] for part in parts)
+            grown = [torch.nn.functional.pad(part, (0, width - part.shape[2])) for part in parts]
+            return self._unpadded(torch.stack(grown).sum(0), 2)
+        queries = next(group.queries for group in self._groups if name.removesuffix("_index") in group.names)
+        joined = torch.cat(parts, 2)
+        if queries is not None:
+            return joined
+        return self._blank(self._unpadded(joined, 2), 2, layer)
+
+    def _tensor(self, name: str, layer: int, parts: list[Tensor]) -> Tensor:
+        if name == "pattern":
+            joined = self._joined(parts, layer, query=2, key=3, move_query=True)
+            return self._positions_of(name, self._blank(joined, 2, layer), 2, layer)
+        joined = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+        return self._positions_of(name, self._blank(self._unpadded(joined, 1), 1, layer), 1, layer)
+
+    def _positions_of(self, name: str, value: Tensor, axis: int, layer: int) -> Tensor:
+        positions = self._tensor_items[name].positions
+        if positions is None:
+            return value
+        index = resolve_positions(positions, self._query_lengths(layer), "positions").to(value.device)
+        shape = [1] * value.dim()
+        shape[0], shape[axis] = index.shape
+        wanted = list(value.shape)
+        wanted[axis] = index.shape[1]
+        return value.gather(axis, index.view(shape).expand(wanted))
+
+    def _joined(
+        self, parts: list[Tensor], layer: int, query: int, key: int, move_query: bool
+    ) -> Tensor:
+        width = self._widths[layer]
+        grown = [torch.nn.functional.pad(part, (0, width - part.shape[key])) for part in parts]
+        joined = self._unpadded(torch.cat(grown, query), key, fill=0.0)
+        return self._unpadded(joined, query) if move_query else joined
+
+    def _unpadded(self, x: Tensor, axis: int, fill: float | None = None) -> Tensor:
+        """Moves each sequence to the front of the axis, where left padding had pushed it back."""
+        if self._left is None:
+            return x
+        n = x.shape[axis]
+        index = torch.arange(n, device=x.device) + self._left.to(x.device)[:, None]
+        shape = [x.shape[0] if at == 0 else n if at == axis else 1 for at in range(x.dim())]
+        moved = x.gather(axis, index.clamp(max=n - 1).view(shape).expand_as(x))
+        beyond = (index >= n).view(shape)
+        return moved.masked_fill(beyond, fill if fill is not None else _blank_of(x))
+
+    def _blank(self, x: Tensor, axis: int, layer: int) -> Tensor:
+        """Blanks the rows of right padding."""
+        lengths = self._query_lengths(layer).to(x.device)
+        if self._left is not None or bool((lengths == lengths.max()).all()):
+            return x
+        n = x.shape[axis]
+        shape = [x.shape[0] if at == 0 else n if at == axis else 1 for at in range(x.dim())]
+        beyond = (torch.arange(n, device=x.device) >= lengths[:, None]).view(shape)
+        return x.masked_fill(beyond, _blank_of(x))
+
+
+def resolve_positions(positions: object, lengths: Tensor, argument: str) -> Tensor:
+    """Positions [batch, n] of each sequence; negative ones count from its end.
+
+    Raises:
+        PlanError: A position lies outside a sequence.
+    """
+    wanted = torch.as_tensor(positions, dtype=torch.long, device=lengths.device)
+    if wanted.dim() == 1:
+        wanted = wanted.expand(len(lengths), -1)
+    if wanted.dim() != 2 or wanted.shape[0] != len(lengths):
+        raise PlanError(
+            f"{argument} must be a list of positions or [batch, n] for {len(lengths)} prompts, "
+            f"not of shape {list(wanted.shape)}"
+        )
+    resolved = torch.where(wanted < 0, wanted + lengths[:, None], wanted)
+    wrong = (resolved < 0) | (resolved >= lengths[:, None])
+    if bool(wrong.any()):
+        prompt, at = (int(i) for i in wrong.nonzero()[0])
+        raise PlanError(
+            f"{argument} names position {int(wanted[prompt, at])}, but prompt {prompt} has "
+            f"{int(lengths[prompt])} tokens"
+        )
+    return resolved
+
+
+def _request(base: Request, **changes: object) -> Request:
+    return replace(base, **changes)  # type: ignore[arg-type]  # checked by the dataclass's users
+
+
+def _member(name: str, span: SpanLike, positions: Tensor) -> Tensor:
+    if isinstance(span, Tensor):
+        member = span.to(positions.device, torch.bool)
+        member = member if member.dim() == 2 else member.expand(positions.shape[0], -1)
+        return _at_positions(member[..., None], positions, f"segment {name!r}", missing=0)[..., 0] > 0
+    spans = torch.as_tensor(span, device=positions.device)
+    if spans.dim() == 1:
+        spans = spans.expand(positions.shape[0], -1)
+    if spans.shape != (positions.shape[0], 2) or bool((spans[:, 0] >= spans[:, 1]).any()):
+        raise PlanError(
+            f"segment {name!r} must be a span (start, stop) with start < stop, or one per prompt, not {span!r}"
+        )
+    return (positions >= spans[:, :1]) & (positions < spans[:, 1:])
+
+
+def _is_flat(x: Tensor | None) -> bool:
+    return x is not None and x.dim() == 1
+
+
+def _per_key(x: Tensor) -> Tensor:
+    """[batch, key, feature] of [key], [key, feature] or [batch, key, feature]."""
+    if x.dim() == 1:
+        return x[None, :, None]
+    if x.dim() == 2:
+        return x[None]
+    if x.dim() == 3:
+        return x
+    raise PlanError(f"x must be [key], [key, n] or [batch, key, n], not of shape {list(x.shape)}")
+
+
+def _at_positions(
+    values: Tensor, positions: Tensor, what: str, missing: float | None = None
+) -> Tensor:
+    """Values [batch, position, n] at key positions [batch, key]; 0 in padding."""
+    values = values.to(positions.device).expand(positions.shape[0], -1, -1)
+    if missing is None and int(positions.max()) >= values.shape[1]:
+        raise PlanError(
+            f"{what} has {values.shape[1]} keys, but the sequence has {int(positions.max()) + 1}"
+        )
+    index = positions.clamp(0, values.shape[1] - 1)[..., None].expand(-1, -1, values.shape[2])
+    known = (positions >= 0) & (positions < values.shape[1])
+    return values.gather(1, index) * known[..., None]
+
+
+def _blank_of(x: Tensor) -> float:
+    return torch.nan if x.is_floating_point() else -1
+
+
+def _mapped(folder: Path, name: str, layer: int, step: int, value: Tensor) -> Tensor:
+    """The value in a file that is mapped into memory: the system pages it in and out."""
+    path = folder / f"{name}.layer{layer:03d}.step{step:05d}.bin"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        path.unlink(missing_ok=True)  # never write through a mapping that an earlier trace still holds
+        mapped = torch.from_file(str(path), shared=True, size=value.numel(), dtype=value.dtype)
+    except (OSError, RuntimeError) as error:
+        raise OutputError(f"cannot write captured tensors to {folder}: {error}") from error
+    return mapped.view(value.shape).copy_(value.detach())

@@ -1,0 +1,334 @@
+"""Interventions: declarative edits of what heads compute, composable, and gone when their block ends.
+
+    with model.edit(hl.ablate("L18H6, 17.3", kind="mean", reference=texts), hl.scale("18.*", by=0.5)):
+        ...
+
+Edits apply in the order given. A site is where an edit acts: ``q``, ``k``, ``v`` (after position encoding),
+``scores`` (before the softmax), ``pattern``, ``z`` (before W_O) or ``result`` (z·W_O, per head, in the residual
+stream). Heads are query heads: an edit at k or v of one head leaves the other heads of its group alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from headlab.attention.heads import Head, HeadsLike, parse_heads
+from headlab.errors import PlanError, PromptError
+
+if TYPE_CHECKING:
+    from headlab.attention.trace import Trace
+    from headlab.model import Model
+
+Site: TypeAlias = Literal["q", "k", "v", "z", "result", "scores", "pattern"]
+VECTOR_SITES = ("q", "k", "v", "z", "result")
+ROW_SITES = ("scores", "pattern")
+
+
+@dataclass(frozen=True)
+class Where:
+    """What an edit's operation is told about the values it rewrites.
+
+    Attributes:
+        layer: The layer.
+        heads: Query heads along the head axis.
+        positions: Position of each row in its sequence, [batch, position]; negative in left padding.
+    """
+
+    layer: int
+    heads: tuple[int, ...]
+    positions: Tensor
+
+
+#: Rewrites values of some heads: [batch, position, head, width] at vector sites, [batch, head, query, key] at
+#: scores (hidden keys are −inf) and pattern.
+Operation: TypeAlias = Callable[[Tensor, Where], Tensor]
+
+
+@dataclass(frozen=True)
+class Edit:
+    """One intervention; build it with :func:`ablate`, :func:`scale`, :func:`add`, :func:`replace`,
+    :func:`patch` or :func:`apply`.
+
+    Attributes:
+        heads: The heads it acts on.
+        site: Where it acts.
+        prepare: Turns model and heads into the operation, once, before the model runs.
+        positions: Positions it acts on, negative ones from each prompt's end; None for all.
+    """
+
+    heads: HeadsLike
+    site: Site
+    prepare: Callable[[Model, tuple[Head, ...]], Operation]
+    positions: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if self.site not in VECTOR_SITES + ROW_SITES:
+            raise PlanError(
+                f"there is no site {self.site!r}; there are {', '.join(VECTOR_SITES + ROW_SITES)}"
+            )
+
+
+@dataclass(frozen=True)
+class BoundEdit:
+    """An edit made ready for one model."""
+
+    site: Site
+    heads: dict[int, tuple[int, ...]]
+    operation: Operation
+    positions: tuple[int, ...] | None
+
+    def on_vectors(self, x: Tensor, layer: int, positions: Tensor, lengths: Tensor | None) -> Tensor:
+        """The edited values of one layer, [batch, position, head, width]."""
+        heads = self.heads[layer]
+        index = torch.tensor(heads, device=x.device)
+        old = x[:, :, index]
+        new = self.operation(old, Where(layer, heads, positions)).to(x.dtype)
+        at = self._acts(positions, lengths)
+        if at is not None:
+            new = torch.where(at[:, :, None, None], new, old)
+        return x.index_copy(2, index, new.expand_as(old))
+
+    def on_rows(self, x: Tensor, layer: int, positions: Tensor, lengths: Tensor | None) -> Tensor:
+        """The edited rows of one layer, [batch, head, query, key]."""
+        heads = self.heads[layer]
+        index = torch.tensor(heads, device=x.device)
+        old = x[:, index]
+        new = self.operation(old, Where(layer, heads, positions)).to(x.dtype)
+        at = self._acts(positions, lengths)
+        if at is not None:
+            new = torch.where(at[:, None, :, None], new, old)
+        return x.index_copy(1, index, new.expand_as(old))
+
+    def _acts(self, positions: Tensor, lengths: Tensor | None) -> Tensor | None:
+        if self.positions is None:
+            return None
+        wanted = torch.tensor(self.positions, device=positions.device)[None]
+        if bool((wanted < 0).any()):
+            if lengths is None:
+                raise PlanError(
+                    "positions counted from the end need the prompt's length: run the model through "
+                    "headlab's trace, logits or generate"
+                )
+            wanted = torch.where(wanted < 0, wanted + lengths.to(wanted.device)[:, None], wanted)
+        return (positions[:, :, None] == wanted[:, None, :]).any(-1)
+
+
+def bind(edit: Edit, model: Model) -> BoundEdit:
+    """Check an edit against a model and make its operation ready."""
+    heads = parse_heads(edit.heads, model.spec)
+    per_layer: dict[int, list[int]] = {}
+    for head in heads:
+        per_layer.setdefault(head.layer, []).append(head.head)
+    operation = edit.prepare(model, heads)
+    kept = {layer: tuple(members) for layer, members in per_layer.items()}
+    return BoundEdit(edit.site, kept, operation, edit.positions)
+
+
+# -- the edits -----------------------------------------------------------------------------------------------
+
+
+def ablate(
+    heads: HeadsLike,
+    kind: Literal["zero", "mean", "resample"] = "zero",
+    *,
+    site: Site = "z",
+    reference: Any = None,
+    positions: Sequence[int] | None = None,
+    seed: int = 0,
+) -> Edit:
+    """Take what heads contribute away.
+
+    Args:
+        heads: The heads to ablate.
+        kind: At vector sites, ``"zero"`` sets values to 0; ``"mean"`` to the head's mean over every position of
+            the reference prompts; ``"resample"`` to the head's values at positions of the reference drawn at
+            random, the same draw for every head and layer. At pattern and scores, ``"zero"`` sets every visible
+            entry to 0 (a zero pattern makes z zero; zero scores make attention uniform) and ``"mean"`` spreads
+            attention evenly over the visible keys; ``"resample"``, at pattern, takes the rows of the
+            reference, which must have as many tokens as the prompt.
+        site: Where to ablate.
+        reference: Prompts for ``"mean"`` and ``"resample"``.
+        positions: Positions to ablate, negative ones from each prompt's end; all by default.
+        seed: Seed of the draw.
+
+    Raises:
+        PlanError: The kind is unknown, or its reference is missing.
+    """
+    if kind not in ("zero", "mean", "resample"):
+        raise PlanError(f"there is no ablation {kind!r}; there are 'zero', 'mean' and 'resample'")
+    needs = kind == "resample" or (kind == "mean" and site in VECTOR_SITES)
+    if needs and reference is None:
+        raise PlanError(f"ablation {kind!r} at {site} needs reference= prompts to take values from")
+
+    def prepare(model: Model, bound: tuple[Head, ...]) -> Operation:
+        if site in ROW_SITES:
+            return _row_ablation(kind, site, reference, model, bound)
+        if kind == "zero":
+            return lambda x, where: torch.zeros_like(x)
+        pool = _pool(model, bound, site, reference)
+        if kind == "mean":
+            means = {layer: values.mean(0) for layer, values in pool.items()}
+            return lambda x, where: means[where.layer].to(x).expand_as(x)
+        return _resampler(pool, seed)
+
+    # The mean of a row over its visible keys is what equal scores give; only scores tell what is visible.
+    acts_at: Site = "scores" if site == "pattern" and kind == "mean" else site
+    return Edit(heads, acts_at, prepare, _tuple(positions))
+
+
+def scale(
+    heads: HeadsLike, site: Site = "z", by: float = 1.0, *, positions: Sequence[int] | None = None
+) -> Edit:
+    """Multiply what heads compute at a site; at scores, hidden keys stay hidden."""
+    return Edit(heads, site, lambda *_: lambda x, where: x * by, _tuple(positions))
+
+
+def add(
+    heads: HeadsLike, value: Tensor, site: Site = "z", *, positions: Sequence[int] | None = None
+) -> Edit:
+    """Add a value, broadcast over [batch, position, head, width] or, at scores and pattern,
+    [batch, head, query, key]."""
+    return Edit(heads, site, lambda *_: lambda x, where: x + value.to(x), _tuple(positions))
+
+
+def replace(
+    heads: HeadsLike, value: Tensor, site: Site = "z", *, positions: Sequence[int] | None = None
+) -> Edit:
+    """Put a value in place, broadcast as in :func:`add`."""
+    return Edit(
+        heads, site, lambda *_: lambda x, where: value.to(x).expand_as(x), _tuple(positions)
+    )
+
+
+def apply(
+    heads: HeadsLike, operation: Operation, site: Site = "z", *, positions: Sequence[int] | None = None
+) -> Edit:
+    """Rewrite values by a function of your own: ``operation(values, where) -> values``; see :data:`Operation`."""
+    return Edit(heads, site, lambda *_: operation, _tuple(positions))
+
+
+def patch(
+    heads: HeadsLike, site: Site = "z", *, source: Trace, positions: Sequence[int] | None = None
+) -> Edit:
+    """Put in what the heads computed in another run, position by position.
+
+    Args:
+        heads: The heads to patch.
+        site: Where; ``source`` must have kept this tensor: ``hl.keep.tensors(site)``.
+        source: The trace of the other run, of one prompt or of as many as the run that is patched.
+        positions: Positions to patch, negative ones from each prompt's end; by default all that the source has.
+
+    Raises:
+        PlanError: The source does not hold what is needed.
+    """
+    if site not in ("q", "k", "v", "z", "result", "pattern"):
+        raise PlanError(f"a trace keeps no {site!r}, so it cannot be patched in; use hl.replace")
+
+    def prepare(model: Model, bound: tuple[Head, ...]) -> Operation:
+        values = _values_of(source, site, bound)
+
+        def operation(x: Tensor, where: Where) -> Tensor:
+            value = values[where.layer].to(x)
+            if value.shape[0] not in (1, x.shape[0]):
+                raise PlanError(
+                    f"the source has {value.shape[0]} prompts, the patched run {x.shape[0]}"
+                )
+            if site == "pattern":
+                return _same_shape(value, x, "pattern")
+            return _by_position(value, x, where)
+
+        return operation
+
+    return Edit(heads, site, prepare, _tuple(positions))
+
+
+def _tuple(positions: Sequence[int] | None) -> tuple[int, ...] | None:
+    return None if positions is None else tuple(positions)
+
+
+def _values_of(source: Trace, site: str, heads: tuple[Head, ...]) -> dict[int, Tensor]:
+    """Values of the bound heads per layer, with the head axis in their order."""
+    values: dict[int, list[Tensor]] = {}
+    for head in heads:
+        value = source.of_head(site, head)
+        axis = 1 if site == "pattern" else 2
+        values.setdefault(head.layer, []).append(value.unsqueeze(axis))
+    axis = 1 if site == "pattern" else 2
+    return {layer: torch.cat(parts, axis) for layer, parts in values.items()}
+
+
+def _by_position(value: Tensor, x: Tensor, where: Where) -> Tensor:
+    """Rows of ``value`` at the positions being run; positions it does not have keep ``x``."""
+    known = (where.positions >= 0) & (where.positions < value.shape[1])
+    index = where.positions.clamp(0, value.shape[1] - 1)[:, :, None, None]
+    picked = value.expand(x.shape[0], -1, -1, -1).gather(1, index.expand(-1, -1, *x.shape[2:]))
+    known = known[:, :, None, None] & ~picked.isnan()  # NaN: a shorter prompt of the source's batch
+    return torch.where(known, picked, x)
+
+
+def _same_shape(value: Tensor, x: Tensor, site: str) -> Tensor:
+    if value.shape[-2:] != x.shape[-2:]:
+        raise PlanError(
+            f"a {site} of {value.shape[-2]} × {value.shape[-1]} tokens cannot replace one of "
+            f"{x.shape[-2]} × {x.shape[-1]}; use prompts of equal length"
+        )
+    return value
+
+
+def _pool(
+    model: Model, heads: tuple[Head, ...], site: Site, reference: Any
+) -> dict[int, Tensor]:
+    """Values of the heads at every position of the reference, [position, head, width] per layer."""
+    from headlab.attention import keep
+
+    trace = model.trace(reference, keep=[keep.tensors(site, heads=heads)], logits="none")
+    real = torch.arange(trace.n_positions, device=trace.lengths.device) < trace.lengths[:, None]
+    values = _values_of(trace, site, heads)
+    return {layer: value[real.to(value.device)] for layer, value in values.items()}
+
+
+def _resampler(pool: dict[int, Tensor], seed: int) -> Operation:
+    size = len(next(iter(pool.values())))
+
+    def operation(x: Tensor, where: Where) -> Tensor:
+        # One draw per (prompt, position), the same in every layer and in every step of a generation: a
+        # numpy generator's stream has the same beginning whatever its length.
+        last = int(where.positions.max()) + 1
+        drawn = np.random.default_rng(seed).integers(size, size=(max(last, 1), x.shape[0]))
+        index = torch.as_tensor(drawn, device=x.device).T
+        chosen = index.gather(1, where.positions.clamp(min=0))
+        return pool[where.layer].to(x)[chosen]
+
+    return operation
+
+
+def _row_ablation(
+    kind: str, site: str, reference: Any, model: Model, heads: tuple[Head, ...]
+) -> Operation:
+    if kind == "resample":
+        if site == "scores":
+            raise PlanError("scores are not kept by a trace; resample at pattern instead")
+        from headlab.attention import keep
+
+        trace = model.trace(reference, keep=[keep.tensors("pattern", heads=heads)], logits="none")
+        values = _values_of(trace, "pattern", heads)
+
+        def resample(x: Tensor, where: Where) -> Tensor:
+            value = values[where.layer].to(x)
+            if value.shape[0] not in (1, x.shape[0]):
+                raise PromptError(
+                    f"the reference has {value.shape[0]} prompts, the ablated run {x.shape[0]}; "
+                    "give one, or one per prompt"
+                )
+            return _same_shape(value, x, "pattern")
+
+        return resample
+    if kind == "zero" and site == "pattern":
+        return lambda x, where: torch.zeros_like(x)
+    return lambda x, where: x.masked_fill(x > -torch.inf, 0.0)  # equal scores: uniform attention

@@ -1,0 +1,221 @@
+"""Capture plans: what a trace should keep, so that nothing else is computed or stored.
+
+    keep = [hl.keep.rows(queries=[-1]), hl.keep.statistics("entropy"), hl.keep.tensors("z", layers=[3])]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, TypeAlias
+
+import torch
+from torch import Tensor
+
+from headlab.attention.heads import HeadsLike, parse_heads
+from headlab.errors import PlanError
+from headlab.kernels import STATISTICS
+from headlab.models.spec import ModelSpec
+
+#: Positions of a sequence: a span, one span per prompt, or a bool mask over [key] or [batch, key].
+SpanLike: TypeAlias = "tuple[int, int] | Sequence[tuple[int, int]] | Tensor"
+#: Query positions, negative ones from the end; [batch, n] gives each prompt its own.
+Queries: TypeAlias = "Sequence[int] | Tensor | Literal['generated'] | None"
+
+#: Tensors a trace can keep.
+TENSORS = ("q", "k", "v", "z", "result", "pattern")
+#: Statistics a plan can name: the engines' own, and cases of ``feature``.
+NAMES = (*(name for name in STATISTICS if name != "topk_index"), "first_mass", "segment_mass")
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Which layers and heads to keep; None means all."""
+
+    layers: tuple[int, ...] | None = None
+    heads: HeadsLike | None = None
+
+    def resolve(self, spec: ModelSpec) -> dict[int, tuple[int, ...]]:
+        """Chosen heads per chosen layer."""
+        layers = range(spec.n_layers) if self.layers is None else self.layers
+        for layer in layers:
+            if not -spec.n_layers <= layer < spec.n_layers:
+                raise PlanError(
+                    f"layer {layer} does not exist: {spec.name} has layers 0–{spec.n_layers - 1}"
+                )
+        chosen = {layer % spec.n_layers: tuple(range(spec.layers[layer].n_heads)) for layer in layers}
+        if self.heads is None:
+            return chosen
+        named: dict[int, list[int]] = {}
+        for head in parse_heads(self.heads, spec):
+            named.setdefault(head.layer, []).append(head.head)
+        kept = {layer: tuple(heads) for layer, heads in named.items() if layer in chosen}
+        if not kept:
+            raise PlanError(f"heads {self.heads!r} lie in none of the layers {self.layers}")
+        return kept
+
+
+@dataclass(frozen=True)
+class KeepRows:
+    """Pattern rows of chosen queries; see :func:`rows`."""
+
+    selection: Selection
+    queries: Queries = None
+
+
+@dataclass(frozen=True)
+class KeepStatistics:
+    """Statistics of every row; see :func:`statistics`."""
+
+    selection: Selection
+    names: tuple[str, ...]
+    queries: Queries = None
+    n_first: int = 1
+    window: int = 16
+    bins: tuple[int, ...] = ()
+    k: int = 8
+    segments: Mapping[str, SpanLike] | None = None
+    targets: Tensor | None = None
+    x: Tensor | None = None
+    block: int = 64
+
+
+@dataclass(frozen=True)
+class KeepTensors:
+    """Whole tensors; see :func:`tensors`."""
+
+    selection: Selection
+    names: tuple[str, ...]
+    positions: tuple[int, ...] | None = None
+    offload: Literal["cpu"] | Path | None = None
+
+
+Keep: TypeAlias = KeepRows | KeepStatistics | KeepTensors
+
+
+def rows(
+    queries: Queries = None,
+    *,
+    layers: Sequence[int] | None = None,
+    heads: HeadsLike | None = None,
+) -> KeepRows:
+    """Keep the pattern rows of chosen queries: O(queries · keys) memory.
+
+    Args:
+        queries: Query positions, the same for every prompt or [batch, n]; negative ones count from each prompt's
+            end; ``"generated"`` keeps the rows that predict generated tokens; None keeps every row.
+        layers: Layers to keep; all by default.
+        heads: Heads to keep, as ``"18.6, 17.*"``; all by default.
+    """
+    return KeepRows(_selection(layers, heads), queries)
+
+
+def statistics(
+    *names: str,
+    layers: Sequence[int] | None = None,
+    heads: HeadsLike | None = None,
+    queries: Queries = None,
+    n_first: int = 1,
+    window: int = 16,
+    bins: Sequence[int] = (),
+    k: int = 8,
+    segments: Mapping[str, SpanLike] | None = None,
+    targets: Tensor | Sequence[int] | None = None,
+    x: Tensor | None = None,
+    block: int = 64,
+) -> KeepStatistics:
+    """Keep statistics of every pattern row, computed inside the attention loop in O(n) memory.
+
+    Args:
+        names: Any of ``lse``, ``entropy`` (nats), ``max``, ``argmax``, ``topk``, ``first_mass``, ``local_mass``,
+            ``mean_distance`` (tokens), ``segment_mass``, ``feature``, ``target_mass``, ``lag_mass``,
+            ``received``, ``block_map`` and ``segment_z``; :mod:`headlab.kernels.statistics` defines each.
+        layers: Layers to keep; all by default.
+        heads: Heads to keep; all by default.
+        queries: Only these query rows (for ``received``: only attention from them).
+        n_first: Keys that ``first_mass`` counts, from the start of the sequence.
+        window: ``local_mass`` counts keys fewer than this many tokens away.
+        bins: Edges of ``lag_mass``: bin i holds lags ``bins[i] <= query − key < bins[i+1]``.
+        k: Entries of ``topk``.
+        segments: Named key segments for ``segment_mass`` and ``segment_z``: ``{"subject": (3, 5)}``, or one span
+            per prompt, or a bool tensor [key] or [batch, key].
+        targets: Key position per query for ``target_mass``, [query] or [batch, query]; −1 for none.
+        x: Per-key feature for ``feature``, [key], [key, n] or [batch, key, n].
+        block: Side of the squares of ``block_map``, in tokens.
+
+    Raises:
+        PlanError: A name is unknown, or what a statistic needs was not given.
+    """
+    if not names:
+        raise PlanError(f"name at least one statistic of {', '.join(NAMES)}")
+    needs = {
+        "segment_mass": ("segments", segments),
+        "segment_z": ("segments", segments),
+        "feature": ("x", x),
+        "target_mass": ("targets", targets),
+        "lag_mass": ("bins", bins if len(bins) > 1 else None),
+    }
+    for name in names:
+        if name not in NAMES:
+            raise PlanError(f"there is no statistic {name!r}; there are {', '.join(NAMES)}")
+        argument, value = needs.get(name, ("", ()))
+        if value is None:
+            raise PlanError(f"statistic {name!r} needs {argument}=")
+    if list(bins) != sorted(set(bins)):
+        raise PlanError(f"bins={list(bins)} must rise")
+    for label, value in (("n_first", n_first), ("window", window), ("k", k), ("block", block)):
+        if value < 1:
+            raise PlanError(f"{label}={value} must be at least 1")
+    return KeepStatistics(
+        _selection(layers, heads),
+        tuple(dict.fromkeys(names)),
+        queries,
+        n_first,
+        window,
+        tuple(bins),
+        k,
+        segments,
+        None if targets is None else torch.as_tensor(targets, dtype=torch.long),
+        x,
+        block,
+    )
+
+
+def tensors(
+    *names: str,
+    layers: Sequence[int] | None = None,
+    heads: HeadsLike | None = None,
+    positions: Sequence[int] | None = None,
+    offload: Literal["cpu"] | str | Path | None = None,
+) -> KeepTensors:
+    """Keep whole tensors of chosen layers, heads and positions.
+
+    Args:
+        names: Any of ``q``, ``k``, ``v``, ``z``, ``result`` and ``pattern``.
+        layers: Layers to keep; all by default.
+        heads: Query heads to keep; k and v come for the key/value heads these use.
+        positions: Positions to keep (of queries for ``pattern``); negative ones count from each prompt's end.
+        offload: ``"cpu"`` moves each tensor to main memory as soon as it is captured; a folder writes it to disk.
+
+    Raises:
+        PlanError: A name is unknown.
+    """
+    if not names:
+        raise PlanError(f"name at least one tensor of {', '.join(TENSORS)}")
+    for name in names:
+        if name not in TENSORS:
+            raise PlanError(f"there is no tensor {name!r}; there are {', '.join(TENSORS)}")
+    place = offload if offload in (None, "cpu") else Path(offload)
+    return KeepTensors(
+        _selection(layers, heads),
+        tuple(dict.fromkeys(names)),
+        None if positions is None else tuple(positions),
+        place,  # type: ignore[arg-type]  # narrowed above
+    )
+
+
+def _selection(layers: Sequence[int] | None, heads: HeadsLike | None) -> Selection:
+    if layers is not None and not len(layers):
+        raise PlanError("layers=[] keeps nothing; leave it out to keep every layer")
+    return Selection(None if layers is None else tuple(layers), heads)

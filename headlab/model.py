@@ -1,0 +1,415 @@
+"""The model a user holds: it joins loading and weights with capture and interventions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from inspect import signature
+from typing import Any, Literal, TypeAlias
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from headlab.attention.collector import Collector
+from headlab.attention.edits import Edit, bind
+from headlab.attention.keep import Keep
+from headlab.attention.probe import measure
+from headlab.attention.session import Session
+from headlab.attention.trace import Trace
+from headlab.errors import ModelError, PlanError, PromptError
+from headlab.models import HeadWeights, ModelSpec, open_model
+
+#: Text, token ids, or a batch of either; a LongTensor [batch, position] holds −1 beyond a prompt's end.
+Prompt: TypeAlias = "str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]] | Tensor"
+
+
+def load(
+    what: Any,
+    *,
+    dtype: str | torch.dtype = "auto",
+    device: str | torch.device = "auto",
+    device_map: Any = None,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    tokenizer: Any = None,
+) -> Model:
+    """Load a model.
+
+    Args:
+        what: ``"smollm2-135m"`` (the embedded default), a hub id, a local folder, a GGUF file, a live Hugging Face
+            model, an nnsight model, or anything with ``module`` and ``tokenizer`` attributes, such as a planted model.
+        dtype: ``"auto"`` computes in float32 on the CPU and in the checkpoint's own type elsewhere.
+        device: ``"auto"`` takes an accelerator where there is one.
+        device_map: Spreads a large model over devices, as in transformers.
+        revision: Hub revision.
+        trust_remote_code: Whether code from the hub may run.
+        tokenizer: Tokenizer of a live model.
+
+    Raises:
+        ModelError: The model cannot be found or loaded.
+        UnsupportedError: Its attention does not pass through the seam.
+    """
+    if not isinstance(what, nn.Module) and hasattr(what, "module") and hasattr(what, "tokenizer"):
+        what, tokenizer = what.module, tokenizer or what.tokenizer
+    opened = open_model(
+        what,
+        dtype=dtype,
+        device=device,
+        device_map=device_map,
+        revision=revision,
+        trust_remote_code=trust_remote_code,
+        tokenizer=tokenizer,
+    )
+    return Model(opened.module, opened.tokenizer, opened.name, opened.fingerprint)
+
+
+@dataclass(frozen=True)
+class Generation:
+    """Generated continuations.
+
+    Attributes:
+        ids: New token ids, [batch, position]; −1 after a prompt's end-of-sequence token.
+        texts: The continuations as text.
+        trace: What was captured, with generated tokens among its positions, or None.
+    """
+
+    ids: Int[Tensor, "batch position"]
+    texts: tuple[str, ...]
+    trace: Trace | None
+
+    def __str__(self) -> str:
+        return "\n".join(self.texts)
+
+
+class Model:
+    """A model whose heads can be captured and edited.
+
+    Attributes:
+        module: The Hugging Face model, unchanged.
+        tokenizer: Its tokenizer, or None.
+        name: What it was loaded by.
+        fingerprint: Identifies the weights.
+        spec: Its attention layers.
+        weights: Per-head views of W_Q, W_K, W_V, W_O, and W_E and W_U.
+    """
+
+    def __init__(
+        self, module: Any, tokenizer: Any = None, name: str = "model", fingerprint: str = ""
+    ) -> None:
+        self.module = module
+        self.tokenizer = tokenizer
+        self.name = name
+        self.fingerprint = fingerprint
+        self.spec: ModelSpec
+        self.spec, self._layers = measure(module, name)
+        self.weights = HeadWeights(module, self._layers, self.spec)
+        self._session = Session(module, self._layers, self.spec, self.weights)
+
+    @property
+    def device(self) -> torch.device:
+        """Where token ids go."""
+        return self.module.get_input_embeddings().weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type of the weights."""
+        return self.module.dtype
+
+    def __repr__(self) -> str:
+        spec = self.spec
+        groups = "" if spec.n_kv_heads == spec.n_heads else f" ({spec.n_kv_heads} key/value heads)"
+        return (
+            f"Model {self.name}: {spec.family}, {spec.n_layers} layers × {spec.n_heads} heads{groups}, "
+            f"d_head {spec.d_head}, {str(self.dtype).removeprefix('torch.')} on {self.device}"
+        )
+
+    # -- tokens ----------------------------------------------------------------------------------------------
+
+    def tokens(self, prompt: Prompt) -> Int[Tensor, "batch position"]:
+        """Token ids of one or more prompts; −1 beyond the end of shorter ones.
+
+        Raises:
+            PromptError: A prompt is empty, is longer than the model's context, or holds ids that do not exist.
+        """
+        if isinstance(prompt, Tensor):
+            ids = prompt.to(self.device, torch.long)
+            ids = ids[None] if ids.dim() == 1 else ids
+        else:
+            ids = self._padded(self._id_lists(prompt))
+        return self._checked(ids)
+
+    def _id_lists(self, prompt: Any) -> list[list[int]]:
+        if isinstance(prompt, str):
+            return [self._encode(prompt)]
+        if not isinstance(prompt, Sequence) or len(prompt) == 0:
+            raise PromptError(f"a prompt is text, token ids or a list of either, not {prompt!r:.60}")
+        if all(isinstance(part, str) for part in prompt):
+            return [self._encode(text) for text in prompt]
+        if all(isinstance(part, int) for part in prompt):
+            return [list(prompt)]
+        if all(isinstance(part, Sequence) and not isinstance(part, str) for part in prompt):
+            return [list(part) for part in prompt]
+        raise PromptError("a batch of prompts must be all text or all token ids")
+
+    def _encode(self, text: str) -> list[int]:
+        if self.tokenizer is None:
+            raise PromptError(
+                f"{self.name} came without a tokenizer; pass token ids, or load it with tokenizer="
+            )
+        if not text.strip():
+            raise PromptError("the text is empty; give at least one word")
+        return list(self.tokenizer(text)["input_ids"])
+
+    def _padded(self, lists: list[list[int]]) -> Tensor:
+        ids = torch.full((len(lists), max(len(part) for part in lists)), -1)
+        for row, part in enumerate(lists):
+            ids[row, : len(part)] = torch.tensor(part, dtype=torch.long)
+        return ids.to(self.device)
+
+    def _checked(self, ids: Tensor) -> Tensor:
+        if ids.dim() != 2 or ids.shape[1] == 0 or not bool((ids >= 0).any(1).all()):
+            raise PromptError("a prompt is empty; give at least one token")
+        if int(ids.max()) >= self.spec.n_vocab or int(ids.min()) < -1:
+            raise PromptError(
+                f"token ids must lie in 0–{self.spec.n_vocab - 1}, or be −1 beyond a prompt's end"
+            )
+        limit = self.spec.max_context
+        if limit is not None and ids.shape[1] > limit:
+            raise PromptError(
+                f"the prompt has {ids.shape[1]} tokens, but {self.name} has a context of {limit}; shorten it"
+            )
+        return _aligned(ids, "right")
+
+    def text(self, ids: Tensor | Sequence[int]) -> str:
+        """Text of token ids."""
+        kept = [int(i) for i in torch.as_tensor(ids).flatten() if int(i) >= 0]
+        return str(self.tokenizer.decode(kept))
+
+    def token_texts(self, ids: Tensor) -> tuple[tuple[str, ...], ...]:
+        """Each token as text, per prompt."""
+        rows = [[int(i) for i in row if int(i) >= 0] for row in ids]
+        if self.tokenizer is None:
+            return tuple(tuple(str(i) for i in row) for row in rows)
+        return tuple(tuple(self.tokenizer.decode([i]) for i in row) for row in rows)
+
+    # -- running ---------------------------------------------------------------------------------------------
+
+    def trace(
+        self,
+        prompt: Prompt,
+        keep: Sequence[Keep] | Keep = (),
+        *,
+        decoder: Prompt | None = None,
+        logits: Literal["all", "last", "none"] = "all",
+        grad: bool = False,
+    ) -> Trace:
+        """Run the model on prompts and capture what the plan names.
+
+        Args:
+            prompt: One or more prompts.
+            keep: What to capture; see :mod:`headlab.attention.keep`.
+            decoder: The decoder's side of the prompts, for encoder-decoder models; by default its start token.
+            logits: Which logits to compute and keep.
+            grad: Whether to record gradients.
+
+        Raises:
+            PromptError: A prompt cannot be used.
+            PlanError: The plan names what does not exist.
+        """
+        plan = keep if isinstance(keep, Sequence) else [keep]
+        ids = self.tokens(prompt)
+        arguments = self._arguments(ids)
+        lengths, shown, encoder_lengths = _lengths(ids), ids, None
+        if self.module.config.is_encoder_decoder:
+            encoder_lengths, shown = lengths, self._decoder_ids(decoder, len(ids))
+            lengths = _lengths(shown)
+            arguments |= self._decoder_arguments(shown)
+        collector = Collector(plan, self.spec, lengths, encoder_lengths)
+        if logits != "all" and "logits_to_keep" in signature(self.module.forward).parameters:
+            if bool((lengths == lengths.max()).all()):
+                arguments["logits_to_keep"] = 1
+        with self._session.running(lengths, collector if plan else None):
+            with nullcontext() if grad else torch.no_grad():
+                output = self.module(**arguments)
+        kept = getattr(output, "logits", None) if logits != "none" else None
+        if kept is not None:
+            kept = _by_position(kept, lengths, last=logits == "last")
+        return self._trace(collector, shown, lengths, kept)
+
+    def logits(
+        self, prompt: Prompt, *, decoder: Prompt | None = None, grad: bool = False
+    ) -> Float[Tensor, "batch position vocab"]:
+        """Logits by position; NaN beyond the end of shorter prompts."""
+        kept = self.trace(prompt, decoder=decoder, grad=grad).logits
+        if kept is None:
+            raise PlanError(f"{self.name} has no language-model head, so it gives no logits")
+        return kept
+
+    def generate(
+        self,
+        prompt: Prompt,
+        max_new_tokens: int = 50,
+        *,
+        keep: Sequence[Keep] | Keep = (),
+        stop: Sequence[int] | None = None,
+        do_sample: bool = False,
+        seed: int = 0,
+        **options: Any,
+    ) -> Generation:
+        """Continue prompts, greedily by default, with a KV cache; edits in force apply at every step.
+
+        Args:
+            prompt: One or more prompts.
+            max_new_tokens: Tokens to add at most.
+            keep: What to capture along the way. Positions count the prompt's tokens first, then the new ones.
+            stop: Token ids that end a continuation, besides the model's own.
+            do_sample: Whether to sample.
+            seed: Seed of the sampling; the global generator is left as it was.
+            options: Further arguments of ``transformers``' ``generate``; beams are not supported.
+
+        Raises:
+            PromptError: A prompt cannot be used, or the continuation would not fit the context.
+        """
+        if options.get("num_beams", 1) != 1:
+            raise PlanError("generation with beams cannot be captured or edited; use num_beams=1")
+        ids = self.tokens(prompt)
+        self._check_room(ids, max_new_tokens)
+        plan = keep if isinstance(keep, Sequence) else [keep]
+        arguments = self._arguments(_aligned(ids, "left"))
+        lengths = _lengths(ids)
+        collector = Collector(plan, self.spec, lengths)
+        if stop is not None:
+            own = self.module.generation_config.eos_token_id
+            own = own if isinstance(own, list) else [] if own is None else [own]
+            options["eos_token_id"] = [*own, *stop]
+        options.setdefault("pad_token_id", self._pad_id())
+        with self._session.running(lengths, collector if plan else None), torch.no_grad():
+            with torch.random.fork_rng(devices=[], enabled=do_sample):
+                if do_sample:
+                    torch.manual_seed(seed)
+                whole = self.module.generate(
+                    **arguments, max_new_tokens=max_new_tokens, do_sample=do_sample, **options
+                )
+        encoder_decoder = self.module.config.is_encoder_decoder
+        new = whole[:, 1:] if encoder_decoder else whole[:, ids.shape[1] :]
+        new = self._ended(new, options.get("eos_token_id", self.module.generation_config.eos_token_id))
+        trace = None
+        if plan:
+            joined = torch.full((len(ids), ids.shape[1] + new.shape[1]), -1, device=ids.device)
+            for row, n in enumerate(lengths):
+                joined[row, :n] = ids[row, :n]
+                joined[row, n : n + new.shape[1]] = new[row]
+            # The last new token was never run, so nothing was captured for it.
+            trace = self._trace(collector, joined[:, :-1], _lengths(joined) - 1, None)
+        texts = tuple(self.text(row) for row in new) if self.tokenizer is not None else ()
+        return Generation(new, texts, trace)
+
+    @contextmanager
+    def edit(self, *edits: Edit) -> Iterator[Model]:
+        """Put interventions in force until the block ends; blocks nest.
+
+        Raises:
+            HeadError: An edit names a head that does not exist.
+            PlanError: An edit cannot be carried out.
+        """
+        with self._session.plain():
+            bound = [bind(edit, self) for edit in edits]
+        with self._session.editing(bound):
+            yield self
+
+    # -- parts -----------------------------------------------------------------------------------------------
+
+    def _arguments(self, ids: Tensor) -> dict[str, Any]:
+        arguments: dict[str, Any] = {"input_ids": ids.clamp(min=0)}
+        real = ids >= 0
+        if not bool(real.all()):
+            arguments["attention_mask"] = real.long()
+        return arguments
+
+    def _decoder_ids(self, decoder: Prompt | None, batch: int) -> Tensor:
+        if decoder is not None:
+            return self.tokens(decoder)
+        start = self.module.config.decoder_start_token_id
+        if start is None:
+            raise PromptError(f"{self.name} names no start token for its decoder; pass decoder=")
+        return torch.full((batch, 1), start, device=self.device)
+
+    def _decoder_arguments(self, ids: Tensor) -> dict[str, Any]:
+        return {f"decoder_{name}": value for name, value in self._arguments(ids).items()}
+
+    def _check_room(self, ids: Tensor, new: int) -> None:
+        limit = self.spec.max_context
+        if limit is not None and ids.shape[1] + new > limit and not self.module.config.is_encoder_decoder:
+            raise PromptError(
+                f"{ids.shape[1]} tokens and {new} new ones do not fit the context of {limit} of {self.name}"
+            )
+
+    def _pad_id(self) -> int:
+        config = self.module.generation_config
+        for value in (config.pad_token_id, config.eos_token_id, 0):
+            if value is not None:
+                return int(value[0] if isinstance(value, list) else value)
+        return 0
+
+    @staticmethod
+    def _ended(new: Tensor, ends: Any) -> Tensor:
+        ends = torch.tensor(ends if isinstance(ends, list) else [] if ends is None else [ends])
+        ended = torch.isin(new, ends.to(new))
+        return new.masked_fill(ended.cumsum(1) - ended.long() > 0, -1)
+
+    def _trace(
+        self, collector: Collector, ids: Tensor, lengths: Tensor, logits: Tensor | None
+    ) -> Trace:
+        rows, statistics, tensors = collector.finish()
+        heads = {name: kept.heads for name, kept in collector.statistics.items()}
+        heads |= {name: kept.heads for name, kept in collector.tensors.items()}
+        if collector.rows is not None:
+            heads["rows"] = collector.rows.heads
+        return Trace(
+            model=self.name,
+            ids=ids,
+            lengths=lengths,
+            tokens=self.token_texts(ids),
+            logits=logits,
+            query_positions={
+                name: torch.cat(parts, 1) for name, parts in collector.query_positions.items()
+            },
+            heads=heads,
+            labels={n: kept.labels for n, kept in collector.statistics.items() if kept.labels},
+            _rows=rows,
+            _statistics=statistics,
+            _tensors=tensors,
+            _groups={
+                at: layer.n_heads // layer.n_kv_heads for at, layer in enumerate(self.spec.layers)
+            },
+        )
+
+
+def _lengths(ids: Tensor) -> Tensor:
+    return (ids >= 0).sum(1)
+
+
+def _aligned(ids: Tensor, padding: Literal["left", "right"]) -> Tensor:
+    """The same prompts with all their padding (−1) on one side."""
+    real = ids >= 0
+    if bool(real.all()):
+        return ids
+    order = torch.argsort(real.long(), dim=1, descending=padding == "right", stable=True)
+    return ids.gather(1, order)
+
+
+def _by_position(logits: Tensor, lengths: Tensor, last: bool) -> Tensor:
+    if last:
+        if logits.shape[1] == 1:
+            return logits
+        index = (lengths.to(logits.device) - 1)[:, None, None].expand(-1, 1, logits.shape[2])
+        return logits.gather(1, index)
+    if bool((lengths == logits.shape[1]).all()):
+        return logits
+    beyond = torch.arange(logits.shape[1], device=logits.device) >= lengths.to(logits.device)[:, None]
+    return logits.masked_fill(beyond[..., None], torch.nan)
+
+
+__all__ = ["Generation", "Model", "Prompt", "load"]

@@ -1,0 +1,1 @@
+"""Opening models, and reading what their weights say about each head."""

@@ -1,0 +1,396 @@
+"""What scoring heads returns: a table with the evidence in it, the roles it is about, and examples.
+
+The three dataclasses here are what roles produce and what reports, plots and the command line read.
+"""
+
+from __future__ import annotations
+
+import html
+import json
+import math
+import unicodedata
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Literal, get_args
+
+import pandas as pd
+
+from headlab.errors import OutputError
+
+COLUMNS = (
+    "role",
+    "layer",
+    "head",
+    "score",
+    "ci_low",
+    "ci_high",
+    "n",
+    "null_mean",
+    "effect",
+    "p_value",
+    "q_value",
+    "claimed",
+    "note",
+)
+"""Columns of ``Scores.frame``, in order."""
+
+_INTEGERS = ("layer", "head", "n")
+_FLOATS = ("score", "ci_low", "ci_high", "null_mean", "effect", "p_value", "q_value")
+_TEXTS = ("role", "note")
+
+Kind = Literal["high", "median", "random"]
+
+# The static table of a notebook shows this much; the frame always holds everything.
+_REPR_ROLES = 40
+_REPR_ROWS = 10
+_REPR_NOTE = 160
+
+
+@dataclass(frozen=True)
+class RoleInfo:
+    """What a role is and how it was decided, in words a methods section can quote.
+
+    Attributes:
+        name: Identifier, such as ``"induction"``.
+        title: Name for people, such as ``"Induction"``.
+        question: The question the role answers, one sentence.
+        statistic: The formula of the score, in words.
+        null: The control under which the same statistic is recomputed.
+        decision: When a head is claimed.
+        reference: Where the definition comes from.
+        min_score: Least score of a claimed head, in units of the statistic.
+        min_effect: Least score minus null of a claimed head, in units of the statistic.
+        row_convention: Whether a row belongs to the position that predicts a token or to the
+            token's own position.
+    """
+
+    name: str
+    title: str
+    question: str
+    statistic: str
+    null: str
+    decision: str
+    reference: str
+    min_score: float
+    min_effect: float
+    row_convention: str
+
+
+@dataclass(frozen=True)
+class Example:
+    """One attention row of one head, kept so that a reader can look at what the score summarises.
+
+    Attributes:
+        role: Role the example illustrates.
+        layer: Layer of the head.
+        head: Query head.
+        kind: How the row was chosen: among the ``"high"`` ones, around the ``"median"`` or at
+            ``"random"``.
+        tokens: Text of each token. Hostile input: pass it through :func:`visible` and escape it
+            before showing it.
+        query: Index into ``tokens`` of the row's query.
+        weights: Attention weight per key, for keys 0 … ``query`` or for every token.
+        value: The role's statistic on this row.
+
+    Raises:
+        OutputError: Lengths, the query or the kind do not fit together.
+    """
+
+    role: str
+    layer: int
+    head: int
+    kind: Kind
+    tokens: tuple[str, ...]
+    query: int
+    weights: tuple[float, ...]
+    value: float
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "layer", int(self.layer))
+        object.__setattr__(self, "head", int(self.head))
+        object.__setattr__(self, "query", int(self.query))
+        object.__setattr__(self, "value", float(self.value))
+        object.__setattr__(self, "tokens", tuple(_encodable(token) for token in self.tokens))
+        object.__setattr__(self, "weights", tuple(float(weight) for weight in self.weights))
+        name = f"{self.kind} example of {self.role} for {self.label}"
+        if self.kind not in get_args(Kind):
+            raise OutputError(f"{name}: the kind must be one of {', '.join(get_args(Kind))}")
+        if not 0 <= self.query < len(self.tokens):
+            raise OutputError(
+                f"{name}: query {self.query} is not among its {len(self.tokens)} tokens"
+            )
+        if len(self.weights) not in (self.query + 1, len(self.tokens)):
+            raise OutputError(
+                f"{name}: {len(self.weights)} weights fit neither keys 0–{self.query} "
+                f"nor all {len(self.tokens)} tokens"
+            )
+        if not all(math.isfinite(weight) and weight >= 0 for weight in self.weights):
+            raise OutputError(f"{name}: attention weights must be finite and not negative")
+
+    @property
+    def label(self) -> str:
+        """The head's name, such as ``"L18H6"``."""
+        return head_label(self.layer, self.head)
+
+
+@dataclass(frozen=True, eq=False)
+class Scores:
+    """Scores of heads for roles, one row per (role, layer, head), with the evidence in the row.
+
+    Attributes:
+        frame: Columns ``role, layer, head, score, ci_low, ci_high, n, null_mean, effect, p_value,
+            q_value, claimed, note``. A head that could not be measured has a NaN score and says why
+            in ``note``. The frame is a copy of what was passed, with a fresh index.
+        alpha: Level the corrected p-values were compared with.
+        roles: One :class:`RoleInfo` per role, in the order they were asked for.
+
+    Raises:
+        OutputError: The frame is not such a table.
+    """
+
+    frame: pd.DataFrame
+    alpha: float
+    roles: tuple[RoleInfo, ...]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "roles", tuple(self.roles))
+        object.__setattr__(self, "alpha", float(self.alpha))
+        object.__setattr__(self, "frame", _checked(self.frame, self.alpha, self.names))
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the roles, in order."""
+        return tuple(info.name for info in self.roles)
+
+    def role(self, name: str) -> RoleInfo:
+        """Description of one role.
+
+        Raises:
+            OutputError: No such role was scored.
+        """
+        for info in self.roles:
+            if info.name == name:
+                return info
+        known = ", ".join(self.names) or "none"
+        raise OutputError(f"role {name!r} was not scored: these scores are of {known}")
+
+    def ranked(self, role: str) -> pd.DataFrame:
+        """Rows of one role: claimed heads first, then by falling score; unmeasured heads last."""
+        self.role(role)
+        rows = self.frame[self.frame["role"] == role]
+        order = ["claimed", "score", "layer", "head"]
+        return rows.sort_values(order, ascending=[False, False, True, True], kind="stable")
+
+    def claimed(self, role: str) -> list[str]:
+        """Heads claimed for a role, such as ``["L18H6", "L17H3"]``, highest score first."""
+        rows = self.ranked(role)
+        return _labels(rows[rows["claimed"]])
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data: ``alpha``, ``roles``, ``claimed`` heads per role, ``rows``; NaN is None."""
+        return {
+            "alpha": self.alpha,
+            "roles": [asdict(info) for info in self.roles],
+            "claimed": {name: self.claimed(name) for name in self.names},
+            "rows": [_plain(row) for row in self.frame.to_dict("records")],
+        }
+
+    def to_json(self, indent: int | None = None) -> str:
+        """One strictly valid JSON document with every row; NaN and infinities become null."""
+        return json.dumps(_plain(self.to_dict()), indent=indent, allow_nan=False)
+
+    @classmethod
+    def from_json(cls, text: str) -> Scores:
+        """Rebuild scores from :meth:`to_json`.
+
+        Raises:
+            OutputError: The text is not such a document.
+        """
+        try:
+            data = json.loads(text)
+            roles = role_infos(data["roles"])
+            frame = pd.DataFrame(data["rows"], columns=list(COLUMNS))
+            return cls(frame, data["alpha"], roles)
+        except (ValueError, KeyError, TypeError) as error:
+            raise OutputError(f"the text is not scores written by headlab: {error!r}") from error
+
+    def __repr__(self) -> str:
+        width = max((len(name) for name in self.names), default=0)
+        heads = len(self.frame[["layer", "head"]].drop_duplicates())
+        lines = [f"Scores: {len(self.roles)} roles, {heads} heads, claimed at q < {self.alpha:g}"]
+        for name in self.names:
+            claimed = self.claimed(name)
+            top = " ".join(claimed[:8]) + (f" … +{len(claimed) - 8}" if len(claimed) > 8 else "")
+            lines.append(f"  {name:<{width}}  {len(claimed):>4} claimed  {top}".rstrip())
+        return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        """Static table for notebooks: claimed heads per role, the ten best rows folded away."""
+        heads = len(self.frame[["layer", "head"]].drop_duplicates())
+        shown = self.names[:_REPR_ROLES]
+        hidden = len(self.names) - len(shown)
+        more = f"; showing {len(shown)} of {len(self.names)} roles" if hidden else ""
+        parts = [
+            "<div style='font-size:13px;line-height:1.5'>",
+            f"<p><b>Scores</b> · {len(self.names)} roles · {heads} heads · "
+            f"claimed at q &lt; {self.alpha:g}{more}</p>",
+            *(self._role_html(name) for name in shown),
+            "</div>",
+        ]
+        return "".join(parts)
+
+    def _role_html(self, name: str) -> str:
+        rows = self.ranked(name)
+        claimed = self.claimed(name)
+        top = ", ".join(claimed[:8]) + (" …" if len(claimed) > 8 else "")
+        title = html.escape(visible(self.role(name).title, 60))
+        columns = ("head", "score", "95% interval", "null", "effect", "p", "q", "n", "", "note")
+        cell = "style='padding:1px 10px;text-align:right;font-variant-numeric:tabular-nums'"
+        header = "".join(f"<th {cell}>{column}</th>" for column in columns)
+        body = "".join(
+            "<tr>" + "".join(f"<td {cell}>{html.escape(text)}</td>" for text in _row(row)) + "</tr>"
+            for row in rows.head(_REPR_ROWS).to_dict("records")
+        )
+        return (
+            f"<details><summary><b>{title}</b> · {len(claimed)} claimed"
+            f"{': ' + html.escape(top) if top else ''}</summary>"
+            f"<table><thead><tr>{header}</tr></thead><tbody>{body}</tbody></table>"
+            f"<p style='opacity:.7'>Showing {min(_REPR_ROWS, len(rows))} of {len(rows)} heads.</p>"
+            "</details>"
+        )
+
+
+def head_label(layer: int, head: int) -> str:
+    """Name of a head: ``head_label(18, 6) == "L18H6"``."""
+    return f"L{layer}H{head}"
+
+
+def role_infos(data: Iterable[Mapping[str, Any]]) -> tuple[RoleInfo, ...]:
+    """Role descriptions from plain data; unknown keys are ignored so that newer files open."""
+    known = [field.name for field in fields(RoleInfo)]
+    return tuple(RoleInfo(**{key: item[key] for key in known}) for item in data)
+
+
+def visible(text: str, limit: int = 40) -> str:
+    r"""Text in which nothing is invisible, for showing a token; still escape it for HTML.
+
+    Controls, bidirectional and other format characters, unusual spaces, surrogates, private and
+    unassigned characters become escapes such as ``\u202e``; a newline becomes ``↵``, a tab ``⇥``;
+    spaces become ``␣`` where nothing else is there to set them off; a lone combining mark gets a
+    dotted circle to sit on; what is longer than ``limit`` characters ends in ``…``.
+    """
+    if not text:
+        return "∅"
+    if not text.strip(" "):
+        text = text.replace(" ", "␣")
+    shown: list[str] = []
+    marks = 0
+    for character in text[: limit + 1]:
+        category = unicodedata.category(character)
+        marks = marks + 1 if category in ("Mn", "Me") else 0
+        if character in _SYMBOLS:
+            shown.append(_SYMBOLS[character])
+        elif (category in _HIDDEN and character != " ") or character in _BLANK or marks > 2:
+            shown.append(_escape(character))
+        elif marks and not shown:
+            shown.append("◌" + character)
+        else:
+            shown.append(character)
+    return "".join(shown[:limit]) + ("…" if len(text) > limit else "")
+
+
+_SYMBOLS = {"\n": "↵", "\t": "⇥"}
+_HIDDEN = frozenset({"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp", "Zs"})
+# Letters and symbols that draw nothing: Hangul fillers and the empty braille cell.
+_BLANK = frozenset("\u115f\u1160\u3164\uffa0\u2800")
+
+
+def _escape(character: str) -> str:
+    code = ord(character)
+    return f"\\u{code:04x}" if code <= 0xFFFF else f"\\U{code:08x}"
+
+
+def _encodable(text: str) -> str:
+    # Lone surrogates, which some slow tokenizers produce, cannot be written to any file.
+    return str(text).encode("utf-8", "backslashreplace").decode("utf-8")
+
+
+def _labels(rows: pd.DataFrame) -> list[str]:
+    pairs = zip(rows["layer"], rows["head"], strict=True)
+    return [head_label(layer, head) for layer, head in pairs]
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return value
+
+
+def _row(row: Mapping[Any, Any]) -> Sequence[str]:
+    def number(name: str) -> str:
+        return "–" if math.isnan(row[name]) else f"{row[name]:.3g}"
+
+    return (
+        head_label(row["layer"], row["head"]),
+        number("score"),
+        f"{number('ci_low')} – {number('ci_high')}",
+        number("null_mean"),
+        number("effect"),
+        number("p_value"),
+        number("q_value"),
+        str(row["n"]),
+        "claimed" if row["claimed"] else "",
+        visible(row["note"], _REPR_NOTE) if row["note"] else "",
+    )
+
+
+def _checked(frame: pd.DataFrame, alpha: float, roles: Sequence[str]) -> pd.DataFrame:
+    """The frame with the contract's types and a fresh index, or an error that names the fault."""
+    if not 0 < alpha < 1:
+        raise OutputError(f"alpha {alpha!r} is not a level: give a number between 0 and 1")
+    if len(set(roles)) < len(roles):
+        raise OutputError(f"a role is described twice among {', '.join(roles)}: describe each once")
+    if missing := [column for column in COLUMNS if column not in frame.columns]:
+        raise OutputError(f"the scores frame lacks {', '.join(missing)}: a row needs every column")
+    if extra := [str(column) for column in frame.columns if column not in COLUMNS]:
+        raise OutputError(f"the scores frame has unknown columns {', '.join(extra)}: drop them")
+    result = frame.loc[:, list(COLUMNS)].reset_index(drop=True)
+    for name in (*_FLOATS, *_INTEGERS, "claimed"):
+        try:
+            values = result[name].to_numpy(dtype="float64", na_value=math.nan)
+        except (ValueError, TypeError) as error:
+            raise OutputError(f"column {name} of the scores frame: {error}") from error
+        if name in _FLOATS:
+            result[name] = values
+            continue
+        fits = (values == 0) | (values == 1) if name == "claimed" else values == values.round()
+        if not bool(fits.all()):
+            kind = "true or false" if name == "claimed" else "whole numbers"
+            raise OutputError(f"column {name} of the scores frame must hold {kind} only")
+        result[name] = values.astype("bool" if name == "claimed" else "int64")
+    for name in _TEXTS:
+        texts = [_encodable("" if pd.isna(text) else text) for text in result[name]]
+        result[name] = pd.Series(texts, dtype="str", index=result.index)
+    if unknown := sorted(set(result["role"]) - set(roles)):
+        raise OutputError(f"the scores frame has roles without a description: {', '.join(unknown)}")
+    _check_rows(result)
+    return result
+
+
+def _check_rows(frame: pd.DataFrame) -> None:
+    def refuse(bad: pd.Series, why: str) -> None:
+        if bool(bad.any()):
+            row = frame[bad].iloc[0]
+            name = f"{row['role']} of {head_label(row['layer'], row['head'])}"
+            raise OutputError(f"the scores frame is wrong for {name}: {why}")
+
+    refuse((frame["layer"] < 0) | (frame["head"] < 0), "layers and heads count from 0")
+    refuse(frame.duplicated(["role", "layer", "head"]), "there is more than one row")
+    for name in ("p_value", "q_value"):
+        refuse((frame[name] < 0) | (frame[name] > 1), f"{name} is not between 0 and 1")
+    refuse(frame["ci_low"] > frame["ci_high"], "the interval's ends are swapped")
+    refuse(frame["claimed"] & frame["score"].isna(), "a head without a score cannot be claimed")
