@@ -10,11 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import httpx
 import torch
 import transformers
 from huggingface_hub import snapshot_download
-from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError
+from huggingface_hub.errors import GatedRepoError, HTTPError, LocalEntryNotFoundError
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from headlab.errors import ModelError
@@ -146,8 +145,8 @@ def _open_live(
         tokenizer = tokenizer or inner.tokenizer
     if not isinstance(what, PreTrainedModel):
         raise ModelError(
-            f"a {kind} is not a model headlab can open; pass a transformers PreTrainedModel, a "
-            "TransformerLens or nnsight model, or the name of a model"
+            f"a {kind} object is not a model headlab can open; pass a transformers "
+            "PreTrainedModel, a TransformerLens or nnsight model, or the name of a model"
         )
     if dtype != "auto" and _dtype(dtype) != what.dtype:
         raise ModelError(
@@ -229,6 +228,10 @@ def _place(
 
 def _locate(name: str, revision: str | None, trust_remote_code: bool) -> _Located:
     """Find the folder of safetensors a name or path stands for, converting or downloading it."""
+    if not name.strip():
+        raise ModelError(
+            f"the model's name is empty; give {EMBEDDED!r}, a .gguf file, a folder or a hub id"
+        )
     if name.lower() == EMBEDDED:
         gguf = open_embedded()
         return _Located(gguf.folder, EMBEDDED, f"embedded GGUF {gguf.sha256}", gguf.sha256[:16])
@@ -275,7 +278,7 @@ def _lack(folder: Path) -> str | None:
 def _hub_folder(name: str, revision: str | None, trust_remote_code: bool) -> Path:
     """The local snapshot of a hub id, downloaded unless it is complete already."""
     looks_like_path = name.startswith((".", "~", os.sep)) or name.count("/") > 1 or "\\" in name
-    if looks_like_path or not name.strip():
+    if looks_like_path:
         raise ModelError(
             f"there is no folder {name!r}; give an existing folder, a .gguf file, a hub id or "
             f"{EMBEDDED!r}"
@@ -297,7 +300,7 @@ def _hub_folder(name: str, revision: str | None, trust_remote_code: bool) -> Pat
             f"{name!r} is gated on the Hugging Face hub; accept its terms there and run "
             "`hf auth login`"
         ) from error
-    except (OSError, ValueError, httpx.HTTPError) as error:
+    except (OSError, ValueError, HTTPError) as error:
         raise ModelError(
             f"{name!r}{at} is neither a folder nor in the local Hugging Face cache, and the hub "
             f"did not give it ({type(error).__name__}); check the name and the network, or give a "
@@ -329,9 +332,11 @@ def _load_weights(
                     output_loading_info=True,
                     **options,
                 )
-                missing = missing or sorted(info["missing_keys"])
-                if not info["missing_keys"]:
+                # A pooler feeds classifiers only, and encoders are often saved without one.
+                absent = sorted(key for key in info["missing_keys"] if "pooler" not in key)
+                if not absent:
                     return module.eval()
+                missing = missing or absent
         except READ_ERRORS as error:
             raise ModelError(_why_not(found, error, trust_remote_code)) from error
     raise ModelError(

@@ -10,7 +10,7 @@ from headlab.planted.seeds import generator
 Array = NDArray[np.float64]
 
 _ROUNDS = 80
-_TOO_MANY_TO_SPREAD = 1024
+_TOO_MANY_TO_SPREAD = 400
 
 
 def token_codes(n: int, dim: int, seed: int) -> Array:
@@ -19,7 +19,7 @@ def token_codes(n: int, dim: int, seed: int) -> Array:
     Up to ``dim`` vectors are orthonormal. Beyond that, random vectors are spread by alternating
     projection (Tropp et al. 2005, "Designing structured tight frames"): clip the off-diagonal inner
     products, then return to the nearest matrix of rank ``dim``. Very large sets stay random:
-    spreading them would take minutes.
+    spreading them would take many seconds.
     """
     draws = generator(seed, "codes").standard_normal((max(n, dim), dim))
     if n <= dim:

@@ -1,0 +1,40 @@
+"""Roles of heads: each a probe, a statistic, a null and a decision, in one file.
+
+Importing this package registers headlab's own roles; :func:`register` adds one of yours.
+"""
+
+from headlab.roles import (  # each registers its roles
+    copying,
+    distance,
+    duplicate_token,
+    induction,
+    previous_token,
+    retrieval,
+    sink,
+)
+from headlab.roles.base import ROLES, Look, Measurement, Probing, Role, RoleError, register
+from headlab.roles.scores import Example, RoleInfo, Scores
+from headlab.roles.scoring import ALPHA, N_PROMPTS, score
+
+__all__ = [
+    "ALPHA",
+    "N_PROMPTS",
+    "ROLES",
+    "Example",
+    "Look",
+    "Measurement",
+    "Probing",
+    "Role",
+    "RoleError",
+    "RoleInfo",
+    "Scores",
+    "copying",
+    "distance",
+    "duplicate_token",
+    "induction",
+    "previous_token",
+    "register",
+    "retrieval",
+    "score",
+    "sink",
+]

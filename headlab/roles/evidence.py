@@ -1,0 +1,117 @@
+"""From measurements to decisions: interval, p-value, false-discovery correction.
+
+The prompt is the unit: tokens of one prompt are not independent. Intervals are bootstrap percentiles over
+prompts. p-values are one-sided sign-flip tests of value − null, exact for up to 17 prompts and by Monte Carlo
+above, so they are never below 1 / (flips + 1). Corrected p-values are Benjamini and Hochberg's (1995) over the
+heads of one role.
+"""
+
+from __future__ import annotations
+
+import warnings
+
+import numpy as np
+import pandas as pd
+from jaxtyping import Float
+from scipy.stats import false_discovery_control
+
+from headlab.roles.base import Measurement
+from headlab.roles.scores import COLUMNS, RoleInfo
+
+RESAMPLES = 2000
+_EXACT = 17
+_CHUNK = 1 << 14
+
+
+def decide(info: RoleInfo, found: Measurement, alpha: float, seed: int) -> pd.DataFrame:
+    """Scores of every head for one role, with the columns of :data:`headlab.roles.scores.COLUMNS`.
+
+    Args:
+        info: The role, with its thresholds.
+        found: What its probe measured.
+        alpha: False-discovery rate.
+        seed: Seed of resampling and sign flips.
+    """
+    prompts, n_layers, n_heads = found.values.shape
+    values = found.values.reshape(prompts, -1).astype(np.float64)
+    null = found.null.reshape(prompts, -1).astype(np.float64)
+    measured = ~np.isnan(values) & ~np.isnan(null)
+    values, null = np.where(measured, values, np.nan), np.where(measured, null, np.nan)
+    n = measured.sum(0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # the mean of no prompts is NaN, as meant
+        score, null_mean = np.nanmean(values, 0), np.nanmean(null, 0)
+        low, high = bootstrap_interval(values, seed)
+    p = sign_flip_p(values - null, seed)
+    q = np.full_like(p, np.nan)
+    if (~np.isnan(p)).any():
+        q[~np.isnan(p)] = false_discovery_control(p[~np.isnan(p)])
+    effect = score - null_mean
+    with np.errstate(invalid="ignore"):
+        claimed = (q <= alpha) & (score >= info.min_score) & (effect >= info.min_effect)
+    layer, head = np.divmod(np.arange(n_layers * n_heads), n_heads)
+    general = found.notes.get((-1, -1), "")
+    frame = pd.DataFrame(
+        {
+            "role": info.name,
+            "layer": layer,
+            "head": head,
+            "score": score,
+            "ci_low": low,
+            "ci_high": high,
+            "n": n,
+            "null_mean": null_mean,
+            "effect": effect,
+            "p_value": p,
+            "q_value": q,
+            "claimed": claimed,
+            "note": [
+                found.notes.get((int(at), int(which)), general)
+                for at, which in zip(layer, head, strict=True)
+            ],
+        }
+    )
+    return frame[list(COLUMNS)]
+
+
+def bootstrap_interval(
+    values: Float[np.ndarray, "prompt head"], seed: int, level: float = 0.95
+) -> tuple[Float[np.ndarray, " head"], Float[np.ndarray, " head"]]:
+    """Percentile bootstrap interval of each column's mean, over prompts; NaN entries are left out."""
+    rng = np.random.default_rng(seed)
+    prompts = len(values)
+    draws = rng.integers(prompts, size=(RESAMPLES, prompts))
+    weights = np.zeros((RESAMPLES, prompts))
+    np.add.at(weights, (np.arange(RESAMPLES)[:, None], draws), 1)
+    known = ~np.isnan(values)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        means = weights @ np.where(known, values, 0) / (weights @ known)
+    tail = (1 - level) / 2 * 100
+    low, high = np.nanpercentile(means, [tail, 100 - tail], axis=0)
+    return low, high
+
+
+def sign_flip_p(difference: Float[np.ndarray, "prompt head"], seed: int) -> Float[np.ndarray, " head"]:
+    """One-sided p-value that the mean difference is positive by chance, flipping each prompt's sign.
+
+    NaN entries are left out; a column without entries has p-value NaN.
+    """
+    prompts, heads = difference.shape
+    known = ~np.isnan(difference)
+    filled = np.where(known, difference, 0.0)
+    observed = filled.sum(0)
+    exact = prompts <= _EXACT
+    flips = 2**prompts if exact else 2**_EXACT - 1
+    rng = np.random.default_rng(seed)
+    at_least = np.zeros(heads)
+    tolerance = 1e-12 * np.abs(filled).sum(0)
+    for start in range(0, flips, _CHUNK):
+        count = min(_CHUNK, flips - start)
+        if exact:
+            bits = np.arange(start, start + count)[:, None] >> np.arange(prompts) & 1
+        else:
+            bits = rng.integers(2, size=(count, prompts))
+        at_least += ((1.0 - 2.0 * bits) @ filled >= observed - tolerance).sum(0)
+    # The unflipped signs are among the exact flips; drawn ones leave them out, so they are added.
+    p = at_least / flips if exact else (at_least + 1) / (flips + 1)
+    return np.where(known.any(0), p, np.nan)

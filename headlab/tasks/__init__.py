@@ -1,0 +1,18 @@
+"""Probe data with labelled positions; nothing here runs a model."""
+
+from headlab.tasks.needles import NEEDLES, Needle, NeedleTrial, needle_trials
+from headlab.tasks.prose import prose, prose_windows
+from headlab.tasks.random_tokens import RepeatedTokens, plain_tokens, random_tokens, repeated_tokens
+
+__all__ = [
+    "NEEDLES",
+    "Needle",
+    "NeedleTrial",
+    "needle_trials",
+    "plain_tokens",
+    "prose",
+    "prose_windows",
+    "random_tokens",
+    "repeated_tokens",
+    "RepeatedTokens",
+]
