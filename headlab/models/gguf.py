@@ -8,6 +8,7 @@ formats such as Q4_1 do not, and in float32 otherwise.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -22,6 +23,7 @@ from typing import Any, BinaryIO
 import torch
 import transformers
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from tokenizers import pre_tokenizers
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -47,6 +49,7 @@ READ_ERRORS = (
     ImportError,
     struct.error,
     SafetensorError,
+    StrictDataclassError,
 )
 
 _SCALARS = {
@@ -64,7 +67,7 @@ _SCALARS = {
 }
 _STRING, _ARRAY = 8, 9
 _FULL_CHECK_BYTES = 1 << 30
-_STALE_SECONDS = 3600
+_STALE_SECONDS = 24 * 3600
 
 #: Pre-tokenizers which split numbers into digits before anything else; transformers 5.24 reads
 #: every GPT-2-style vocabulary from a GGUF as if it did not.
@@ -178,7 +181,7 @@ def read_header(path: Path) -> Header:
             raise ModelError(f"{path} is not a GGUF file: it does not start with the bytes 'GGUF'")
         try:
             header, needed = _parse(file)
-        except (struct.error, ValueError, KeyError, OverflowError, OSError) as error:
+        except READ_ERRORS as error:
             raise ModelError(
                 f"the header of {path} is damaged or cut short ({error}); download the file again"
             ) from error
@@ -209,7 +212,9 @@ def converted(path: Path, *, expected_sha256: str | None = None) -> Converted:
     header = read_header(path)
     digest = sha256(path)
     if expected_sha256 is not None and digest != expected_sha256:
-        raise ModelError(f"{path} is damaged: its sha256 is not the one it was published with")
+        raise ModelError(
+            f"{path} is damaged: its sha256 is not the one it was published with; install it again"
+        )
     parent = cache_root() / "gguf"
     folder = parent / f"{path.stem}-{digest[:16]}-v{CONVERTER_VERSION}"
     if not _intact(folder):
@@ -265,8 +270,9 @@ def _convert_into(folder: Path, path: Path, header: Header, digest: str) -> None
 def _remove_abandoned(parent: Path) -> None:
     """Remove what a converter that was killed left behind."""
     for work in parent.glob(".converting-*"):
-        if time.time() - work.stat().st_mtime > _STALE_SECONDS:
-            shutil.rmtree(work, ignore_errors=True)
+        with contextlib.suppress(FileNotFoundError):  # its converter has just finished
+            if time.time() - work.stat().st_mtime > _STALE_SECONDS:
+                shutil.rmtree(work, ignore_errors=True)
 
 
 def _read(path: Path, header: Header) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
@@ -296,9 +302,13 @@ def _read(path: Path, header: Header) -> tuple[PreTrainedModel, PreTrainedTokeni
                 "safetensors"
             ) from error
     if missing := sorted(info["missing_keys"]):
-        raise ModelError(f"{path} is incomplete: it has no tensor for {missing[0]}")
+        raise ModelError(
+            f"{path} is incomplete: it has no tensor for {missing[0]}; download the file again"
+        )
     if not all(bool(torch.isfinite(values).all()) for values in model.parameters()):
-        raise ModelError(f"{path} is damaged: some of its weights are not finite numbers")
+        raise ModelError(
+            f"{path} is damaged: some of its weights are not finite numbers; download it again"
+        )
     if tokenizer is not None and header.metadata.get("tokenizer.ggml.pre") in _SPLIT_DIGITS:
         backend = tokenizer.backend_tokenizer
         backend.pre_tokenizer = pre_tokenizers.Sequence(
@@ -310,7 +320,7 @@ def _read(path: Path, header: Header) -> tuple[PreTrainedModel, PreTrainedTokeni
 def first_line(error: BaseException) -> str:
     """The first line of an error's text, without its full stop."""
     lines = str(error).strip().splitlines()
-    return lines[0].rstrip(". ") if lines else type(error).__name__
+    return lines[0].rstrip(".: ") if lines else type(error).__name__
 
 
 def _exact_dtype(model: PreTrainedModel) -> torch.dtype:

@@ -1,0 +1,51 @@
+"""Tiny models, built once per session, and helpers every test file may use."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import build, tiny_tokenizer
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def lab() -> Callable[..., Any]:
+    """``lab(family, **changes)``: a headlab model around a tiny one, the same object every time."""
+    import headlab as hl
+
+    tokenizer = tiny_tokenizer()
+
+    @cache
+    def make(family: str, **changes: Any) -> Any:
+        return hl.load(build(family, **changes), tokenizer=tokenizer)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def twin() -> Callable[..., Any]:
+    """``twin(family, **changes)``: a second module with the same weights that headlab never saw."""
+
+    @cache
+    def make(family: str, **changes: Any) -> Any:
+        return build(family, **changes)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def eager() -> Callable[..., Any]:
+    """``eager(family, **changes)``: the same weights under Hugging Face's eager attention."""
+
+    @cache
+    def make(family: str, **changes: Any) -> Any:
+        module = build(family, **changes)
+        module.set_attn_implementation("eager")
+        return module
+
+    return make
