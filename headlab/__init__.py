@@ -54,7 +54,7 @@ _HOMES = {
     "planted": "",
     "plots": "",
     "replace": "headlab.attention",
-    "report": "headlab.report",
+    "report": "",
     "roles": "",
     "scale": "headlab.attention",
     "score": "headlab.roles",

@@ -127,8 +127,12 @@ class Model:
 
     # -- tokens ----------------------------------------------------------------------------------------------
 
-    def tokens(self, prompt: Prompt) -> Int[Tensor, "batch position"]:
+    def tokens(self, prompt: Prompt, limit: int | None = None) -> Int[Tensor, "batch position"]:
         """Token ids of one or more prompts; −1 beyond the end of shorter ones.
+
+        Args:
+            prompt: The prompts.
+            limit: Keep only this many tokens of each.
 
         Raises:
             PromptError: A prompt is empty, is longer than the model's context, or holds ids that do not exist.
@@ -138,7 +142,7 @@ class Model:
             ids = ids[None] if ids.dim() == 1 else ids
         else:
             ids = self._padded(self._id_lists(prompt))
-        return self._checked(ids)
+        return self._checked(ids if limit is None else ids[:, :limit])
 
     def _id_lists(self, prompt: Any) -> list[list[int]]:
         if isinstance(prompt, str):
@@ -160,7 +164,7 @@ class Model:
             )
         if not text.strip():
             raise PromptError("the text is empty; give at least one word")
-        return list(self.tokenizer(text)["input_ids"])
+        return list(self.tokenizer(text, verbose=False)["input_ids"])
 
     def _padded(self, lists: list[list[int]]) -> Tensor:
         ids = torch.full((len(lists), max(len(part) for part in lists)), -1)
@@ -182,10 +186,10 @@ class Model:
             )
         return _aligned(ids, "right")
 
-    def text(self, ids: Tensor | Sequence[int]) -> str:
-        """Text of token ids."""
+    def text(self, ids: Tensor | Sequence[int], *, special: bool = True) -> str:
+        """Text of token ids, with or without special tokens; −1 is left out."""
         kept = [int(i) for i in torch.as_tensor(ids).flatten() if int(i) >= 0]
-        return str(self.tokenizer.decode(kept))
+        return str(self.tokenizer.decode(kept, skip_special_tokens=not special))
 
     def token_texts(self, ids: Tensor) -> tuple[tuple[str, ...], ...]:
         """Each token as text, per prompt."""
@@ -303,7 +307,7 @@ class Model:
                 joined[row, n : n + new.shape[1]] = new[row]
             # The last new token was never run, so nothing was captured for it.
             trace = self._trace(collector, joined[:, :-1], _lengths(joined) - 1, None)
-        texts = tuple(self.text(row) for row in new) if self.tokenizer is not None else ()
+        texts = tuple(self.text(row, special=False) for row in new) if self.tokenizer is not None else ()
         return Generation(new, texts, trace)
 
     @contextmanager

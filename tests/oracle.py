@@ -1,14 +1,16 @@
-"""Expectations that owe nothing to headlab: plain float64 formulas, and a plain attention function.
+"""Expectations that owe nothing to headlab: float64 formulas, and a plain attention function.
 
-The first half turns one attention call into its whole pattern with numpy and reads every statistic off
-it, term by term. The second half registers an attention function of its own with transformers, written
-out in the obvious way, whose intermediate values a test may rewrite: a hand-edited forward pass.
+The first half turns one attention call into its whole pattern with numpy and reads every statistic
+off it, term by term. The second half registers an attention function of its own with transformers,
+written out in the obvious way, whose intermediate values a test may rewrite: a hand-edited forward
+pass.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -32,14 +34,12 @@ def visible(inputs: Any) -> np.ndarray:
     """Which keys each query sees, [batch, head, query, key]."""
     batch, heads, n_queries, _ = inputs.q.shape
     n_keys = inputs.k.shape[2]
+    lag = lags(n_queries, n_keys, inputs.query_start - inputs.key_start)
     seen = np.ones((batch, heads, n_queries, n_keys), dtype=bool)
-    for i in range(n_queries):
-        for j in range(n_keys):
-            lag = (inputs.query_start + i) - (inputs.key_start + j)
-            if inputs.causal and lag < 0:
-                seen[:, :, i, j] = False
-            if inputs.window is not None and abs(lag) >= inputs.window:
-                seen[:, :, i, j] = False
+    if inputs.causal:
+        seen &= lag >= 0
+    if inputs.window is not None:
+        seen &= np.abs(lag) < inputs.window
     if inputs.mask is not None:
         mask = array(inputs.mask)
         if mask.dtype == bool:
@@ -142,7 +142,7 @@ def local_mass(p: np.ndarray, lag: np.ndarray, window: int) -> np.ndarray:
 
 def lag_mass(p: np.ndarray, lag: np.ndarray, edges: Any) -> np.ndarray:
     """Mass per lag bin."""
-    bins = [(p * ((lag >= a) & (lag < b))).sum(-1) for a, b in zip(edges, edges[1:], strict=False)]
+    bins = [(p * ((lag >= a) & (lag < b))).sum(-1) for a, b in pairwise(edges)]
     return np.stack(bins, -1)
 
 
@@ -295,7 +295,10 @@ AttentionMaskInterface.register("oracle", sdpa_mask)
 
 @contextmanager
 def by_hand(
-    module: Any, layers: list[nn.Module], projections: list[nn.Module] | None = None, **rewrites: Any
+    module: Any,
+    layers: list[nn.Module],
+    projections: list[nn.Module] | None = None,
+    **rewrites: Any,
 ) -> Iterator[None]:
     """Run a model through the plain formula with values rewritten on the way.
 

@@ -6,10 +6,12 @@ is what arrives at the seam. An architecture that never arrives there cannot be 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
-from headlab.attention.seam import RawCall, record, routed
+from headlab.attention.seam import RawCall, evaluating, record, routed
 from headlab.errors import UnsupportedError
 from headlab.models.spec import LayerSpec, ModelSpec, Positions, Stack
 
@@ -17,7 +19,7 @@ _ENCODER_TOKENS = 5
 _DECODER_TOKENS = 3
 
 
-def measure(module: nn.Module, name: str) -> tuple[ModelSpec, tuple[nn.Module, ...]]:
+def measure(module: Any, name: str) -> tuple[ModelSpec, tuple[nn.Module, ...]]:
     """The model's :class:`ModelSpec` and its attention modules in forward order.
 
     Raises:
@@ -34,7 +36,7 @@ def measure(module: nn.Module, name: str) -> tuple[ModelSpec, tuple[nn.Module, .
         name=name,
         family=family,
         layers=tuple(_layer(call, names.get(call.module, "")) for call in calls),
-        d_model=embedding.shape[1],
+        d_model=int(text.hidden_size),
         n_vocab=embedding.shape[0],
         max_context=int(context) if context and context > 0 else None,
         positions=_positions(text, calls),
@@ -42,28 +44,27 @@ def measure(module: nn.Module, name: str) -> tuple[ModelSpec, tuple[nn.Module, .
     return spec, tuple(call.module for call in calls)
 
 
-def _record_calls(module: nn.Module, name: str) -> list[RawCall]:
+def _record_calls(module: Any, name: str) -> list[RawCall]:
     device = module.get_input_embeddings().weight.device
     vocab = module.get_input_embeddings().weight.shape[0]
     ids = torch.arange(1, _ENCODER_TOKENS + 1, device=device)[None] % vocab
-    arguments = {"input_ids": ids}
+    arguments: dict[str, Any] = {"input_ids": ids}
     if module.config.is_encoder_decoder:
         arguments["decoder_input_ids"] = ids[:, :_DECODER_TOKENS]
     if getattr(module.config, "use_cache", False):
         arguments["use_cache"] = False
-    was_training = module.training
-    module.eval()
     failure: Exception | None = None
     calls: list[RawCall] = []
-    try:
-        with routed(module), record() as calls, torch.no_grad():
-            module(**arguments)
-    except Exception as error:  # an architecture with its own attention may trip over the seam's mask
-        if calls:
-            raise
-        failure = error
-    finally:
-        module.train(was_training)
+    with evaluating(module), torch.no_grad():
+        try:
+            with routed(module), record() as calls:
+                module(**arguments)
+        except Exception as error:  # an architecture with its own attention may trip over the seam's mask
+            if calls:
+                raise
+            failure = error
+        if failure is not None:
+            _check_runs(module, arguments, name)
     if not calls:
         raise UnsupportedError(
             f"{name} ({module.config.model_type}) computes attention without transformers' "
@@ -71,6 +72,16 @@ def _record_calls(module: nn.Module, name: str) -> list[RawCall]:
             "mistral, qwen, gemma, phi, bert and t5 families, among many others, work"
         ) from failure
     return calls
+
+
+def _check_runs(module: Any, arguments: dict[str, Any], name: str) -> None:
+    """Tell a model that fails by itself from one that only fails at the seam."""
+    try:
+        module(**arguments)
+    except Exception as error:
+        raise UnsupportedError(
+            f"{name} ({module.config.model_type}) fails on a forward pass of its own: {error}"
+        ) from error
 
 
 def _layer(call: RawCall, name: str) -> LayerSpec:

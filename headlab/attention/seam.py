@@ -289,6 +289,19 @@ def routed(module: nn.Module) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def evaluating(module: nn.Module) -> Iterator[None]:
+    """Dropout off for a while; every part gets its own mode back."""
+    training = [part for part in module.modules() if part.training]
+    for part in training:
+        part.training = False
+    try:
+        yield
+    finally:
+        for part in training:
+            part.training = True
+
+
 def expand_groups(inputs: AttentionInputs) -> AttentionInputs:
     """The same call with one key/value head per query head, so that query heads can be edited apart."""
     if inputs.group == 1:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from headlab.attention.collector import Collector
 from headlab.attention.edits import BoundEdit
-from headlab.attention.seam import Call, Seam, expand_groups
+from headlab.attention.seam import Call, Seam, evaluating, expand_groups
 from headlab.kernels import ENGINES, AttentionInputs, Request, RowEdit
 from headlab.models import HeadWeights
 from headlab.models.spec import ModelSpec
@@ -24,6 +24,7 @@ class Session:
     def __init__(
         self, module: nn.Module, layers: Sequence[nn.Module], spec: ModelSpec, weights: HeadWeights
     ) -> None:
+        self._module = module
         self._seam = Seam(module, layers, spec)
         self._spec = spec
         self._weights = weights
@@ -43,9 +44,9 @@ class Session:
     def running(self, lengths: Tensor, collector: Collector | None = None) -> Iterator[None]:
         """Run prompts of these lengths, capturing what the collector's plan names.
 
-        Without edits and capture the seam stays closed, and the model runs exactly as it came.
+        Without edits and capture the seam stays closed, and the model runs exactly as it came, dropout off.
         """
-        with self._changed(lengths=lengths, collector=collector):
+        with self._changed(lengths=lengths, collector=collector), evaluating(self._module):
             if collector is None:
                 yield
             else:

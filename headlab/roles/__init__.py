@@ -13,11 +13,12 @@ from headlab.roles import (  # each registers its roles
     sink,
 )
 from headlab.roles.base import ROLES, Look, Measurement, Probing, Role, RoleError, register
-from headlab.roles.scores import Example, RoleInfo, Scores
+from headlab.roles.scores import COLUMNS, Example, RoleInfo, Scores, head_label, visible
 from headlab.roles.scoring import ALPHA, N_PROMPTS, score
 
 __all__ = [
     "ALPHA",
+    "COLUMNS",
     "N_PROMPTS",
     "ROLES",
     "Example",
@@ -31,10 +32,12 @@ __all__ = [
     "copying",
     "distance",
     "duplicate_token",
+    "head_label",
     "induction",
     "previous_token",
     "register",
     "retrieval",
     "score",
     "sink",
+    "visible",
 ]

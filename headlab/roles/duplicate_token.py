@@ -6,7 +6,7 @@ On [BOS, x, x], score = mean over the second copy of A[q, j] with x_j = x_q and 
 from __future__ import annotations
 
 from headlab.roles.base import Measurement, Probing, Role, register
-from headlab.roles.repeats import measure_targets
+from headlab.roles.repeats import measure_repeats
 from headlab.roles.scores import RoleInfo
 
 
@@ -28,7 +28,7 @@ class DuplicateToken(Role):
 
     def measure(self, probing: Probing) -> Measurement:
         """Run the probe."""
-        return measure_targets(probing, "duplicate")
+        return measure_repeats(probing, "duplicate")
 
 
 register(DuplicateToken())

@@ -50,6 +50,8 @@ def _of_role(
     for at, chosen in picks.items():
         ids = torch.from_numpy(np.asarray(looks[at].ids))
         queries = sorted({query for _, _, query, _ in chosen})
+        if all(layer.causal for layer in model.spec.layers):
+            ids = ids[: queries[-1] + 1]  # what comes later changes nothing
         kept = keep.rows(queries=queries, heads=[head for head, *_ in chosen])
         trace = model.trace(ids, keep=kept, logits="none")
         rows, layers, columns = trace.rows[0], trace.layers("rows"), trace.head_axis("rows")

@@ -9,7 +9,7 @@ there is a single target per row. Copying, the other half of their definition, i
 from __future__ import annotations
 
 from headlab.roles.base import Measurement, Probing, Role, register
-from headlab.roles.repeats import measure_targets
+from headlab.roles.repeats import measure_repeats
 from headlab.roles.scores import RoleInfo
 
 
@@ -31,7 +31,7 @@ class Induction(Role):
 
     def measure(self, probing: Probing) -> Measurement:
         """Run the probe."""
-        return measure_targets(probing, "induction")
+        return measure_repeats(probing, "induction")
 
 
 register(Induction())

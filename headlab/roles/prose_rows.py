@@ -19,7 +19,7 @@ from headlab.roles.base import Arrays, Look, Measurement, Probing
 from headlab.tasks import prose, prose_windows
 
 #: Tokens of a window of text.
-LENGTH = 512
+LENGTH = 384
 #: Keys fewer than this many tokens away are local.
 LOCAL = 16
 #: Keys at least this many tokens away are far.

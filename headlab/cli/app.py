@@ -1,0 +1,216 @@
+"""``headlab``: thin commands over the Python API.
+
+Data goes to stdout, progress and messages to stderr. Exit codes: 0 done, 1 a failure nobody foresaw, 2 wrong input
+or something missing, said in one sentence, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import errno
+import sys
+from pathlib import Path
+from typing import Annotated, Optional
+
+import typer
+
+from headlab.errors import HeadlabError
+
+app = typer.Typer(
+    name="headlab",
+    help="Find out what each attention head of an open language model does, and how we know.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+_EMBEDDED = "smollm2-135m"
+Model_ = Annotated[str, typer.Argument(help="Embedded name, hub id, folder or GGUF file.")]
+Roles = Annotated[str, typer.Option("--roles", "-r", help="'all', or names like induction,sink.")]
+Out = Annotated[Path, typer.Option("--out", "-o", help="Folder to write to.")]
+Seed = Annotated[int, typer.Option(help="Seed of everything random.")]
+Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1 or mps.")]
+Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16, float16 or float64.")]
+Prompts = Annotated[int, typer.Option("--prompts", "-n", min=2, help="Prompts per probe.")]
+Alpha = Annotated[float, typer.Option(min=1e-6, max=0.5, help="False-discovery rate per role.")]
+Haystack = Annotated[
+    Optional[Path],  # noqa: UP007, UP045  # typer reads the annotation at run time
+    typer.Option(help="Folder of .txt files to use in place of headlab's essays."),
+]
+Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout, nothing else.")]
+Revision = Annotated[Optional[str], typer.Option(help="Hub revision.")]  # noqa: UP007, UP045
+Trust = Annotated[bool, typer.Option("--trust-remote-code", help="Let code from the hub run.")]
+
+
+@app.command()
+def report(
+    model: Model_ = _EMBEDDED,
+    roles: Roles = "all",
+    out: Out = Path("report"),
+    seed: Seed = 0,
+    prompts: Prompts = 20,
+    alpha: Alpha = 0.05,
+    haystack: Haystack = None,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    revision: Revision = None,
+    trust_remote_code: Trust = False,
+    resume: Annotated[
+        bool, typer.Option("--resume/--fresh", help="Go on from an earlier run, or start over.")
+    ] = True,
+    json: Json = False,
+) -> None:
+    """Score every head for every role and write report.html, report.json and scores.parquet."""
+    from headlab.cli.work import check_out, loaded, progress
+    from headlab.report import report as make
+
+    check_out(out)
+    found = loaded(model, device, dtype, revision, trust_remote_code)
+    with progress() as tell:
+        made = make(
+            found,
+            roles,
+            out=out,
+            seed=seed,
+            n_prompts=prompts,
+            alpha=alpha,
+            haystack=haystack,
+            fresh=not resume,
+            tell=tell,
+        )
+    if json:
+        print((out / "report.json").read_text("utf-8"), end="")
+    else:
+        print(made)
+        print((out / "report.html").resolve())
+
+
+@app.command()
+def score(
+    model: Model_ = _EMBEDDED,
+    roles: Roles = "all",
+    seed: Seed = 0,
+    prompts: Prompts = 20,
+    alpha: Alpha = 0.05,
+    haystack: Haystack = None,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    revision: Revision = None,
+    trust_remote_code: Trust = False,
+    out: Annotated[
+        Optional[Path],  # noqa: UP007, UP045
+        typer.Option("--out", "-o", help="Folder to write scores.parquet to."),
+    ] = None,
+    top: Annotated[int, typer.Option(min=1, help="Heads to show per role.")] = 10,
+    json: Json = False,
+) -> None:
+    """Score every head for chosen roles and print the table."""
+    from headlab.cli.work import check_out, loaded, progress, write_scores
+    from headlab.roles import score as make
+    from headlab.roles.scoring import select
+
+    select(roles)
+    if out is not None:
+        check_out(out)
+    found = loaded(model, device, dtype, revision, trust_remote_code)
+    with progress() as tell:
+        scores = make(
+            found, roles, seed=seed, n_prompts=prompts, alpha=alpha, haystack=haystack, tell=tell
+        )
+    if out is not None:
+        write_scores(scores, out)
+    if json:
+        print(scores.to_json())
+    else:
+        from headlab.cli.tables import print_scores
+
+        print_scores(scores, top)
+
+
+@app.command()
+def trace(
+    model: Model_ = _EMBEDDED,
+    text: Annotated[Optional[str], typer.Option(help="The prompt.")] = None,  # noqa: UP007, UP045
+    file: Annotated[
+        Optional[Path],  # noqa: UP007, UP045
+        typer.Option(help="File with the prompt."),
+    ] = None,
+    context: Annotated[
+        Optional[int],  # noqa: UP007, UP045
+        typer.Option(min=1, help="Keep this many tokens of the prompt."),
+    ] = None,
+    keep: Annotated[
+        str,
+        typer.Option(
+            help="Statistics, 'rows' (of the last token) and tensors, like entropy,max,rows,z."
+        ),
+    ] = "entropy,max,argmax,first_mass,mean_distance",
+    heads: Annotated[
+        Optional[str],  # noqa: UP007, UP045
+        typer.Option(help="Heads to keep, like '18.6, 17.*'."),
+    ] = None,
+    out: Annotated[
+        Optional[Path],  # noqa: UP007, UP045
+        typer.Option("--out", "-o", help="Folder to write the trace to."),
+    ] = None,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    revision: Revision = None,
+    trust_remote_code: Trust = False,
+    json: Json = False,
+) -> None:
+    """Run a prompt and capture what its heads do."""
+    from headlab.cli.work import check_out, loaded, plan, prompt_text
+
+    prompt = prompt_text(text, file)
+    kept = plan(keep, heads)
+    if out is not None:
+        check_out(out)
+    found = loaded(model, device, dtype, revision, trust_remote_code)
+    ids = found.tokens(prompt, limit=context)
+    result = found.trace(ids, keep=kept, logits="last")
+    if out is not None:
+        result.save(out)
+    if json:
+        print(result.to_frame().to_json(orient="records"))
+    else:
+        print(result)
+        if out is not None:
+            print(out.resolve())
+
+
+@app.command()
+def models(json: Json = False) -> None:
+    """List the models at hand: the embedded one, converted ones, the local hub cache."""
+    from headlab.cli.tables import print_models
+    from headlab.models import list_models
+
+    print_models(list_models(), json)
+
+
+@app.command()
+def doctor(json: Json = False) -> None:
+    """Say what this machine can do, what is missing, and the command that mends it."""
+    from headlab.cli.doctor import examine
+    from headlab.cli.tables import print_findings
+
+    print_findings(examine(), json)
+
+
+def main() -> None:
+    """Run the command line; every foreseen error is one sentence and exit code 2."""
+    try:
+        app()
+    except HeadlabError as error:
+        _fail(str(error))
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS):
+            raise
+        _fail(f"cannot write {error.filename or 'a file'}: {error.strerror}")
+    except KeyboardInterrupt:
+        print("interrupted; run the same command again to go on from here", file=sys.stderr)
+        raise SystemExit(130) from None
+
+
+def _fail(sentence: str) -> None:
+    print(f"headlab: {sentence}", file=sys.stderr)
+    raise SystemExit(2)

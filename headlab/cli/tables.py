@@ -1,0 +1,81 @@
+"""Tables for the terminal, by rich."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from headlab.cli.doctor import Finding
+    from headlab.models import KnownModel
+    from headlab.roles import Scores
+
+
+def print_scores(scores: Scores, top: int) -> None:
+    """The best heads of each role."""
+    from headlab.roles import head_label
+
+    console = Console()
+    for name in scores.names:
+        info, claimed = scores.role(name), scores.claimed(name)
+        table = Table(
+            title=f"{info.title}: {len(claimed)} claimed at q ≤ {scores.alpha:g}",
+            title_justify="left",
+            box=None,
+        )
+        for column in ("head", "score", "95 % interval", "null", "p", "q", "n", ""):
+            table.add_column(column, justify="right")
+        ranked = scores.ranked(name)
+        for row in ranked.head(top).to_dict("records"):
+            table.add_row(
+                head_label(row["layer"], row["head"]),
+                f"{row['score']:.3f}",
+                f"{row['ci_low']:.3f}–{row['ci_high']:.3f}",
+                f"{row['null_mean']:.3f}",
+                f"{row['p_value']:.1e}",
+                f"{row['q_value']:.1e}",
+                str(row["n"]),
+                "claimed" if row["claimed"] else "",
+            )
+        if ranked["score"].isna().all():
+            console.print(f"{info.title}: {ranked['note'].iloc[0]}", markup=False)
+            continue
+        console.print(table)
+        if len(ranked) > top:
+            console.print(f"  {top} of {len(ranked)} heads", style="dim")
+
+
+def print_models(models: Sequence[KnownModel], as_json: bool) -> None:
+    """The models at hand."""
+    if as_json:
+        print(json.dumps([asdict(model) for model in models]))
+        return
+    table = Table(box=None)
+    for column in ("model", "kind", "at hand", "size", "about"):
+        table.add_column(column, overflow="fold")
+    for model in models:
+        size = f"{model.size / 1e6:.0f} MB" if model.size else ""
+        table.add_row(
+            escape(model.name), model.kind, "yes" if model.available else "no", size, escape(model.note)
+        )
+    Console().print(table)
+
+
+def print_findings(findings: Sequence[Finding], as_json: bool) -> None:
+    """What the doctor found."""
+    if as_json:
+        print(json.dumps([asdict(finding) for finding in findings]))
+        return
+    table = Table(box=None, show_header=False)
+    for finding in findings:
+        mark = {"ok": "[green]ok[/]", "missing": "[red]missing[/]"}.get(finding.state, finding.state)
+        table.add_row(mark, escape(finding.what), escape(finding.detail))
+        if finding.mend:
+            table.add_row("", "", f"mend: [bold]{escape(finding.mend)}[/]")
+    Console().print(table)

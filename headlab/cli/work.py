@@ -1,0 +1,125 @@
+"""What commands share: loading, progress, reading prompts and plans from options."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from headlab.attention import keep
+from headlab.attention.keep import NAMES, TENSORS, Keep
+from headlab.errors import OutputError, PlanError, PromptError
+from headlab.model import Model, load
+
+if TYPE_CHECKING:
+    from headlab.roles import Scores
+
+#: Statistics that a command line can name without further arguments.
+_SIMPLE = tuple(
+    name
+    for name in NAMES
+    if name not in ("feature", "target_mass", "segment_mass", "segment_z", "lag_mass")
+)
+
+
+def loaded(
+    model: str, device: str, dtype: str, revision: str | None, trust_remote_code: bool
+) -> Model:
+    """Load a model, saying so."""
+    print(f"loading {model}", file=sys.stderr)
+    return load(
+        model,
+        device=device,
+        dtype=dtype,
+        revision=revision,
+        trust_remote_code=trust_remote_code,
+    )
+
+
+@contextmanager
+def progress() -> Iterator[Callable[[str], None]]:
+    """A live line on a terminal, plain lines in a log; both on stderr."""
+    from rich.console import Console
+
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield lambda text: print(text, file=sys.stderr, flush=True)
+        return
+    with console.status("starting") as status:
+        yield lambda text: status.update(text)
+
+
+def check_out(folder: Path) -> None:
+    """Refuse an output folder that cannot be written before any work is done.
+
+    Raises:
+        OutputError: The folder cannot be made or written to.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise OutputError(
+            f"cannot write to {folder}: {error.strerror}; choose another folder with --out"
+        ) from error
+
+
+def prompt_text(text: str | None, file: Path | None) -> str:
+    """The prompt from exactly one of two options.
+
+    Raises:
+        PromptError: Both or neither are given, the file cannot be read, or there is no text.
+    """
+    if (text is None) == (file is None):
+        raise PromptError("give the prompt with either --text or --file")
+    if file is not None:
+        try:
+            text = sys.stdin.read() if os.fspath(file) == "-" else file.read_text("utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise PromptError(f"{file} cannot be read as text: {error}") from error
+    assert text is not None
+    if not text.strip():
+        raise PromptError("the text is empty; give at least one word")
+    return text
+
+
+def plan(names: str, heads: str | None) -> list[Keep]:
+    """A capture plan from a comma-separated option.
+
+    Raises:
+        PlanError: A name is unknown, or needs arguments that a command line cannot give.
+    """
+    wanted = [name.strip() for name in names.split(",") if name.strip()]
+    statistics = [name for name in wanted if name in _SIMPLE]
+    tensors = [name for name in wanted if name in TENSORS]
+    for name in wanted:
+        if name not in (*_SIMPLE, *TENSORS, "rows"):
+            more = " from Python, where its arguments can be given" if name in NAMES else ""
+            raise PlanError(
+                f"--keep cannot take {name!r}{more}; it takes rows, {', '.join((*_SIMPLE, *TENSORS))}"
+            )
+    made: list[Keep] = []
+    if "rows" in wanted:
+        made.append(keep.rows(queries=[-1], heads=heads))
+    if statistics:
+        made.append(keep.statistics(*statistics, heads=heads))
+    if tensors:
+        made.append(keep.tensors(*tensors, heads=heads))
+    if not made:
+        raise PlanError("--keep names nothing to keep")
+    return made
+
+
+def write_scores(scores: Scores, folder: Path) -> None:
+    """Write ``scores.parquet``."""
+    import pyarrow as pa
+
+    from headlab.report.files import dump_parquet, write_files
+
+    table = pa.Table.from_pandas(scores.frame, preserve_index=False)
+    write_files(folder, {"scores.parquet": dump_parquet(table, {})})
