@@ -60,7 +60,7 @@ _HOMES = {
     "score": "headlab.roles",
 }
 
-__all__ = [*_HOMES, "errors"]  # noqa: PLE0604  # names are listed once, with their homes
+__all__ = [*_HOMES, "errors"]
 
 
 def __getattr__(name: str) -> object:

@@ -18,7 +18,7 @@ from headlab.attention.keep import Keep
 from headlab.attention.probe import measure
 from headlab.attention.session import Session
 from headlab.attention.trace import Trace
-from headlab.errors import ModelError, PlanError, PromptError
+from headlab.errors import PlanError, PromptError
 from headlab.models import HeadWeights, ModelSpec, open_model
 
 #: Text, token ids, or a batch of either; a LongTensor [batch, position] holds −1 beyond a prompt's end.
@@ -148,7 +148,9 @@ class Model:
         if isinstance(prompt, str):
             return [self._encode(prompt)]
         if not isinstance(prompt, Sequence) or len(prompt) == 0:
-            raise PromptError(f"a prompt is text, token ids or a list of either, not {prompt!r:.60}")
+            raise PromptError(
+                f"a prompt is text, token ids or a list of either, not {prompt!r:.60}"
+            )
         if all(isinstance(part, str) for part in prompt):
             return [self._encode(text) for text in prompt]
         if all(isinstance(part, int) for part in prompt):
@@ -231,12 +233,14 @@ class Model:
             lengths = _lengths(shown)
             arguments |= self._decoder_arguments(shown)
         collector = Collector(plan, self.spec, lengths, encoder_lengths)
-        if logits != "all" and "logits_to_keep" in signature(self.module.forward).parameters:
-            if bool((lengths == lengths.max()).all()):
-                arguments["logits_to_keep"] = 1
-        with self._session.running(lengths, collector if plan else None):
-            with nullcontext() if grad else torch.no_grad():
-                output = self.module(**arguments)
+        narrows = "logits_to_keep" in signature(self.module.forward).parameters
+        if logits != "all" and narrows and bool((lengths == lengths.max()).all()):
+            arguments["logits_to_keep"] = 1
+        if hasattr(self.module.config, "use_cache"):
+            arguments["use_cache"] = False  # one pass needs no cache, and its memory counts
+        recording = nullcontext() if grad else torch.no_grad()
+        with self._session.running(lengths, collector if plan else None), recording:
+            output = self.module(**arguments)
         kept = getattr(output, "logits", None) if logits != "none" else None
         if kept is not None:
             kept = _by_position(kept, lengths, last=logits == "last")
@@ -289,16 +293,22 @@ class Model:
             own = own if isinstance(own, list) else [] if own is None else [own]
             options["eos_token_id"] = [*own, *stop]
         options.setdefault("pad_token_id", self._pad_id())
-        with self._session.running(lengths, collector if plan else None), torch.no_grad():
-            with torch.random.fork_rng(devices=[], enabled=do_sample):
-                if do_sample:
-                    torch.manual_seed(seed)
-                whole = self.module.generate(
-                    **arguments, max_new_tokens=max_new_tokens, do_sample=do_sample, **options
-                )
+        devices = [self.device] if self.device.type == "cuda" else []
+        with (
+            self._session.running(lengths, collector if plan else None),
+            torch.no_grad(),
+            torch.random.fork_rng(devices=devices, enabled=do_sample),
+        ):
+            if do_sample:
+                torch.manual_seed(seed)
+            whole = self.module.generate(
+                **arguments, max_new_tokens=max_new_tokens, do_sample=do_sample, **options
+            )
         encoder_decoder = self.module.config.is_encoder_decoder
         new = whole[:, 1:] if encoder_decoder else whole[:, ids.shape[1] :]
-        new = self._ended(new, options.get("eos_token_id", self.module.generation_config.eos_token_id))
+        new = self._ended(
+            new, options.get("eos_token_id", self.module.generation_config.eos_token_id)
+        )
         trace = None
         if plan:
             joined = torch.full((len(ids), ids.shape[1] + new.shape[1]), -1, device=ids.device)
@@ -307,7 +317,11 @@ class Model:
                 joined[row, n : n + new.shape[1]] = new[row]
             # The last new token was never run, so nothing was captured for it.
             trace = self._trace(collector, joined[:, :-1], _lengths(joined) - 1, None)
-        texts = tuple(self.text(row, special=False) for row in new) if self.tokenizer is not None else ()
+        texts = (
+            tuple(self.text(row, special=False) for row in new)
+            if self.tokenizer is not None
+            else ()
+        )
         return Generation(new, texts, trace)
 
     @contextmanager
@@ -345,7 +359,11 @@ class Model:
 
     def _check_room(self, ids: Tensor, new: int) -> None:
         limit = self.spec.max_context
-        if limit is not None and ids.shape[1] + new > limit and not self.module.config.is_encoder_decoder:
+        if (
+            limit is not None
+            and ids.shape[1] + new > limit
+            and not self.module.config.is_encoder_decoder
+        ):
             raise PromptError(
                 f"{ids.shape[1]} tokens and {new} new ones do not fit the context of {limit} of {self.name}"
             )
@@ -412,7 +430,9 @@ def _by_position(logits: Tensor, lengths: Tensor, last: bool) -> Tensor:
         return logits.gather(1, index)
     if bool((lengths == logits.shape[1]).all()):
         return logits
-    beyond = torch.arange(logits.shape[1], device=logits.device) >= lengths.to(logits.device)[:, None]
+    beyond = (
+        torch.arange(logits.shape[1], device=logits.device) >= lengths.to(logits.device)[:, None]
+    )
     return logits.masked_fill(beyond[..., None], torch.nan)
 
 

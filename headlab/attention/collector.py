@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -111,7 +112,7 @@ class Collector:
                 raise PlanError(f"statistic {name!r} is asked for twice")
             labels = tuple(item.segments or ()) if name.startswith("segment_") else ()
             if name == "lag_mass":
-                labels = tuple(f"{a}..{b - 1}" for a, b in zip(item.bins, item.bins[1:], strict=False))
+                labels = tuple(f"{a}..{b - 1}" for a, b in pairwise(item.bins))
             self.statistics[name] = Kept(heads, labels=labels)
             if name == "topk":
                 self.statistics["topk_index"] = Kept(heads)
@@ -192,16 +193,12 @@ class Collector:
         """Rows over every key since the start, where a sliding cache has dropped the first ones."""
         return torch.nn.functional.pad(rows, (inputs.key_start, 0)) if inputs.key_start else rows
 
-    def _some_rows(
-        self, group: _Group, call: Call, inputs: AttentionInputs, base: Request
-    ) -> None:
+    def _some_rows(self, group: _Group, call: Call, inputs: AttentionInputs, base: Request) -> None:
         index = self._row_index(group.queries, call, inputs)
         if "received" in group.names or "block_map" in group.names:
             counted = torch.zeros(inputs.q.shape[0], inputs.n_queries, dtype=torch.bool)
             counted = counted.to(index.device).scatter(1, index, True)
-            request = _request(
-                self._request(group, call, inputs, base, z=False), counted=counted
-            )
+            request = _request(self._request(group, call, inputs, base, z=False), counted=counted)
             only = tuple(name for name in request.statistics if name in ("received", "block_map"))
             result = ENGINES["blockwise"](inputs, _request(request, statistics=only))
             self._store(group, call, result.statistics)
@@ -286,8 +283,10 @@ class Collector:
         assert item.targets is not None
         positions = call.query_positions
         targets = item.targets.to(positions.device)
-        targets = targets.expand(positions.shape[0], -1) if targets.dim() == 2 else (
-            targets.expand(positions.shape[0], *targets.shape)
+        targets = (
+            targets.expand(positions.shape[0], -1)
+            if targets.dim() == 2
+            else (targets.expand(positions.shape[0], *targets.shape))
         )
         known = (positions >= 0) & (positions < targets.shape[1])
         target = targets.gather(1, positions.clamp(0, targets.shape[1] - 1))
@@ -338,7 +337,9 @@ class Collector:
                 value = torch.nn.functional.pad(value, (inputs.key_start, 0))
             self.statistics[name].parts.setdefault(call.layer, []).append(value)
 
-    def take(self, name: str, layer: int, value: Tensor, inputs: AttentionInputs | None = None) -> None:
+    def take(
+        self, name: str, layer: int, value: Tensor, inputs: AttentionInputs | None = None
+    ) -> None:
         """Keep q, k, v, z or result of one call, [batch, position, head, width]."""
         kept = self.tensors.get(name)
         if kept is None or layer not in kept.heads:
@@ -349,7 +350,9 @@ class Collector:
             heads = sorted({head // group for head in heads})
             kept.heads[layer] = tuple(heads) if group == 1 else kept.heads[layer]
             if inputs is not None:  # the cache's keys were kept when they were new
-                value = value[:, value.shape[1] - inputs.n_queries :] if inputs.query_start else value
+                value = (
+                    value[:, value.shape[1] - inputs.n_queries :] if inputs.query_start else value
+                )
         if heads != list(range(value.shape[2])):
             value = value[:, :, heads]
         place = self._tensor_items[name].offload
@@ -367,7 +370,9 @@ class Collector:
 
     # -- afterwards ------------------------------------------------------------------------------------------
 
-    def finish(self) -> tuple[dict[int, Tensor], dict[str, dict[int, Tensor]], dict[str, dict[int, Tensor]]]:
+    def finish(
+        self,
+    ) -> tuple[dict[int, Tensor], dict[str, dict[int, Tensor]], dict[str, dict[int, Tensor]]]:
         """Rows, statistics and tensors per layer, with every axis in positions of the sequences.
 
         Positions that a shorter sequence of the batch does not have hold NaN (−1 in index statistics, 0 along
@@ -394,13 +399,17 @@ class Collector:
     def _statistic(self, name: str, layer: int, parts: list[Tensor]) -> Tensor:
         if name == "block_map":
             if len(parts) > 1 or self._left is not None:
-                raise PlanError("block_map is for one forward pass; it cannot grow while generating")
+                raise PlanError(
+                    "block_map is for one forward pass; it cannot grow while generating"
+                )
             return parts[0]
         if name == "received":
             width = max(part.shape[2] for part in parts)
             grown = [torch.nn.functional.pad(part, (0, width - part.shape[2])) for part in parts]
             return self._unpadded(torch.stack(grown).sum(0), 2)
-        queries = next(group.queries for group in self._groups if name.removesuffix("_index") in group.names)
+        queries = next(
+            group.queries for group in self._groups if name.removesuffix("_index") in group.names
+        )
         joined = torch.cat(parts, 2)
         if queries is not None:
             return joined
@@ -417,7 +426,9 @@ class Collector:
         positions = self._tensor_items[name].positions
         if positions is None:
             return value
-        index = resolve_positions(positions, self._query_lengths(layer), "positions").to(value.device)
+        index = resolve_positions(positions, self._query_lengths(layer), "positions").to(
+            value.device
+        )
         shape = [1] * value.dim()
         shape[0], shape[axis] = index.shape
         wanted = list(value.shape)
@@ -487,7 +498,9 @@ def _member(name: str, span: SpanLike, positions: Tensor) -> Tensor:
     if isinstance(span, Tensor):
         member = span.to(positions.device, torch.bool)
         member = member if member.dim() == 2 else member.expand(positions.shape[0], -1)
-        return _at_positions(member[..., None], positions, f"segment {name!r}", missing=0)[..., 0] > 0
+        return (
+            _at_positions(member[..., None], positions, f"segment {name!r}", missing=0)[..., 0] > 0
+        )
     spans = torch.as_tensor(span, device=positions.device)
     if spans.dim() == 1:
         spans = spans.expand(positions.shape[0], -1)
@@ -536,7 +549,9 @@ def _mapped(folder: Path, name: str, layer: int, step: int, value: Tensor) -> Te
     path = folder / f"{name}.layer{layer:03d}.step{step:05d}.bin"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        path.unlink(missing_ok=True)  # never write through a mapping that an earlier trace still holds
+        path.unlink(
+            missing_ok=True
+        )  # never write through a mapping that an earlier trace still holds
         mapped = torch.from_file(str(path), shared=True, size=value.numel(), dtype=value.dtype)
     except (OSError, RuntimeError) as error:
         raise OutputError(f"cannot write captured tensors to {folder}: {error}") from error

@@ -83,7 +83,9 @@ class BoundEdit:
     operation: Operation
     positions: tuple[int, ...] | None
 
-    def on_vectors(self, x: Tensor, layer: int, positions: Tensor, lengths: Tensor | None) -> Tensor:
+    def on_vectors(
+        self, x: Tensor, layer: int, positions: Tensor, lengths: Tensor | None
+    ) -> Tensor:
         """The edited values of one layer, [batch, position, head, width]."""
         heads = self.heads[layer]
         index = torch.tensor(heads, device=x.device)
@@ -207,7 +209,11 @@ def replace(
 
 
 def apply(
-    heads: HeadsLike, operation: Operation, site: Site = "z", *, positions: Sequence[int] | None = None
+    heads: HeadsLike,
+    operation: Operation,
+    site: Site = "z",
+    *,
+    positions: Sequence[int] | None = None,
 ) -> Edit:
     """Rewrite values by a function of your own: ``operation(values, where) -> values``; see :data:`Operation`."""
     return Edit(heads, site, lambda *_: operation, _tuple(positions))
@@ -281,9 +287,7 @@ def _same_shape(value: Tensor, x: Tensor, site: str) -> Tensor:
     return value
 
 
-def _pool(
-    model: Model, heads: tuple[Head, ...], site: Site, reference: Any
-) -> dict[int, Tensor]:
+def _pool(model: Model, heads: tuple[Head, ...], site: Site, reference: Any) -> dict[int, Tensor]:
     """Values of the heads at every position of the reference, [position, head, width] per layer."""
     from headlab.attention import keep
 

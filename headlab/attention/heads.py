@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from operator import index
 from typing import NamedTuple, TypeAlias
 
 from headlab.errors import HeadError
@@ -22,7 +23,7 @@ class Head(NamedTuple):
         return f"L{self.layer}H{self.head}"
 
 
-HeadsLike: TypeAlias = "str | tuple[int, int] | Head | Iterable[HeadsLike]"
+HeadsLike: TypeAlias = "str | tuple[int, int] | Head | Iterable[str | tuple[int, int] | Head]"
 
 
 def parse_heads(what: HeadsLike, spec: ModelSpec) -> tuple[Head, ...]:
@@ -46,9 +47,10 @@ def _expand(what: HeadsLike, spec: ModelSpec) -> list[Head]:
     if isinstance(what, str):
         return [head for part in what.split(",") if part.strip() for head in _parse(part, spec)]
     if isinstance(what, tuple) and len(what) == 2 and all(_is_int(part) for part in what):
-        return [_checked(int(what[0]), int(what[1]), spec)]  # type: ignore[arg-type]  # both are ints
+        layer, head = (index(part) for part in what)  # type: ignore[arg-type]  # just checked
+        return [_checked(layer, head, spec)]
     if isinstance(what, Iterable):
-        return [head for part in what for head in _expand(part, spec)]
+        return [head for part in what for head in _expand(part, spec)]  # type: ignore[arg-type]  # a tuple of heads
     raise HeadError(f"{what!r} does not name heads; write L18H6, 18.6, (18, 6) or '18.6, 17.*'")
 
 

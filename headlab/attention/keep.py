@@ -1,6 +1,6 @@
 """Capture plans: what a trace should keep, so that nothing else is computed or stored.
 
-    keep = [hl.keep.rows(queries=[-1]), hl.keep.statistics("entropy"), hl.keep.tensors("z", layers=[3])]
+keep = [hl.keep.rows(queries=[-1]), hl.keep.statistics("entropy"), hl.keep.tensors("z", layers=[3])]
 """
 
 from __future__ import annotations
@@ -44,7 +44,9 @@ class Selection:
                 raise PlanError(
                     f"layer {layer} does not exist: {spec.name} has layers 0–{spec.n_layers - 1}"
                 )
-        chosen = {layer % spec.n_layers: tuple(range(spec.layers[layer].n_heads)) for layer in layers}
+        chosen = {
+            layer % spec.n_layers: tuple(range(spec.layers[layer].n_heads)) for layer in layers
+        }
         if self.heads is None:
             return chosen
         named: dict[int, list[int]] = {}
@@ -164,9 +166,9 @@ def statistics(
             raise PlanError(f"statistic {name!r} needs {argument}=")
     if list(bins) != sorted(set(bins)):
         raise PlanError(f"bins={list(bins)} must rise")
-    for label, value in (("n_first", n_first), ("window", window), ("k", k), ("block", block)):
-        if value < 1:
-            raise PlanError(f"{label}={value} must be at least 1")
+    for label, number in (("n_first", n_first), ("window", window), ("k", k), ("block", block)):
+        if number < 1:
+            raise PlanError(f"{label}={number} must be at least 1")
     return KeepStatistics(
         _selection(layers, heads),
         tuple(dict.fromkeys(names)),
@@ -206,12 +208,14 @@ def tensors(
     for name in names:
         if name not in TENSORS:
             raise PlanError(f"there is no tensor {name!r}; there are {', '.join(TENSORS)}")
-    place = offload if offload in (None, "cpu") else Path(offload)
+    place: Literal["cpu"] | Path | None = None
+    if offload is not None:
+        place = "cpu" if offload == "cpu" else Path(offload)
     return KeepTensors(
         _selection(layers, heads),
         tuple(dict.fromkeys(names)),
         None if positions is None else tuple(positions),
-        place,  # type: ignore[arg-type]  # narrowed above
+        place,
     )
 
 

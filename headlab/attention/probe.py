@@ -59,7 +59,9 @@ def _record_calls(module: Any, name: str) -> list[RawCall]:
         try:
             with routed(module), record() as calls:
                 module(**arguments)
-        except Exception as error:  # an architecture with its own attention may trip over the seam's mask
+        except (
+            Exception
+        ) as error:  # an architecture with its own attention may trip over the seam's mask
             if calls:
                 raise
             failure = error

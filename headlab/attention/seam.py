@@ -130,7 +130,9 @@ class Seam:
             self._depth = 0
             self._forward = _Forward()
 
-    def _before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _before_forward(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
         # The cache's keyword was renamed in transformers 5.24; the object is the same.
         cache = kwargs.get("cache", kwargs.get("past_key_values"))
         past = int(cache.get_seq_length()) if cache is not None else 0
@@ -263,7 +265,9 @@ def record() -> Iterator[list[RawCall]]:
 @contextmanager
 def _implementation(module: nn.Module) -> Iterator[str]:
     """Point the model and its parts at headlab's attention function; yields the implementation it had."""
-    configs = {id(part.config): part.config for part in module.modules() if hasattr(part, "config")}
+    configs: dict[int, Any] = {
+        id(part.config): part.config for part in module.modules() if hasattr(part, "config")
+    }
     kept = [
         (config, config._attn_implementation)
         for config in configs.values()

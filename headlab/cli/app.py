@@ -33,11 +33,11 @@ Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16, float16 or fl
 Prompts = Annotated[int, typer.Option("--prompts", "-n", min=2, help="Prompts per probe.")]
 Alpha = Annotated[float, typer.Option(min=1e-6, max=0.5, help="False-discovery rate per role.")]
 Haystack = Annotated[
-    Optional[Path],  # noqa: UP007, UP045  # typer reads the annotation at run time
+    Optional[Path],  # noqa: UP045  # typer reads the annotation at run time
     typer.Option(help="Folder of .txt files to use in place of headlab's essays."),
 ]
 Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout, nothing else.")]
-Revision = Annotated[Optional[str], typer.Option(help="Hub revision.")]  # noqa: UP007, UP045
+Revision = Annotated[Optional[str], typer.Option(help="Hub revision.")]  # noqa: UP045
 Trust = Annotated[bool, typer.Option("--trust-remote-code", help="Let code from the hub run.")]
 
 
@@ -97,7 +97,7 @@ def score(
     revision: Revision = None,
     trust_remote_code: Trust = False,
     out: Annotated[
-        Optional[Path],  # noqa: UP007, UP045
+        Optional[Path],  # noqa: UP045
         typer.Option("--out", "-o", help="Folder to write scores.parquet to."),
     ] = None,
     top: Annotated[int, typer.Option(min=1, help="Heads to show per role.")] = 10,
@@ -129,13 +129,13 @@ def score(
 @app.command()
 def trace(
     model: Model_ = _EMBEDDED,
-    text: Annotated[Optional[str], typer.Option(help="The prompt.")] = None,  # noqa: UP007, UP045
+    text: Annotated[Optional[str], typer.Option(help="The prompt.")] = None,  # noqa: UP045
     file: Annotated[
-        Optional[Path],  # noqa: UP007, UP045
+        Optional[Path],  # noqa: UP045
         typer.Option(help="File with the prompt."),
     ] = None,
     context: Annotated[
-        Optional[int],  # noqa: UP007, UP045
+        Optional[int],  # noqa: UP045
         typer.Option(min=1, help="Keep this many tokens of the prompt."),
     ] = None,
     keep: Annotated[
@@ -145,11 +145,11 @@ def trace(
         ),
     ] = "entropy,max,argmax,first_mass,mean_distance",
     heads: Annotated[
-        Optional[str],  # noqa: UP007, UP045
+        Optional[str],  # noqa: UP045
         typer.Option(help="Heads to keep, like '18.6, 17.*'."),
     ] = None,
     out: Annotated[
-        Optional[Path],  # noqa: UP007, UP045
+        Optional[Path],  # noqa: UP045
         typer.Option("--out", "-o", help="Folder to write the trace to."),
     ] = None,
     device: Device = "auto",

@@ -40,9 +40,7 @@ def examine() -> list[Finding]:
 
 def _python() -> Finding:
     found = ".".join(str(part) for part in sys.version_info[:3])
-    if sys.version_info >= (3, 11):
-        return Finding("python", "ok", found)
-    return Finding("python", "missing", f"{found}, but 3.11 is needed", "install Python 3.11 or newer")
+    return Finding("python", "ok", found)  # an older one could not have installed headlab
 
 
 def _packages() -> list[Finding]:
@@ -77,7 +75,9 @@ def _device() -> Finding:
     if shutil.which("nvidia-smi"):
         detail = "an NVIDIA GPU is here, but this torch is a CPU build"
         return Finding("accelerator", "missing", detail, "pip install --force-reinstall torch")
-    return Finding("accelerator", "optional", f"none; {torch.get_num_threads()} CPU threads are used")
+    return Finding(
+        "accelerator", "optional", f"none; {torch.get_num_threads()} CPU threads are used"
+    )
 
 
 def _memory() -> Finding:

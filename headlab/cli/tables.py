@@ -62,7 +62,11 @@ def print_models(models: Sequence[KnownModel], as_json: bool) -> None:
     for model in models:
         size = f"{model.size / 1e6:.0f} MB" if model.size else ""
         table.add_row(
-            escape(model.name), model.kind, "yes" if model.available else "no", size, escape(model.note)
+            escape(model.name),
+            model.kind,
+            "yes" if model.available else "no",
+            size,
+            escape(model.note),
         )
     Console().print(table)
 
@@ -74,7 +78,9 @@ def print_findings(findings: Sequence[Finding], as_json: bool) -> None:
         return
     table = Table(box=None, show_header=False)
     for finding in findings:
-        mark = {"ok": "[green]ok[/]", "missing": "[red]missing[/]"}.get(finding.state, finding.state)
+        mark = {"ok": "[green]ok[/]", "missing": "[red]missing[/]"}.get(
+            finding.state, finding.state
+        )
         table.add_row(mark, escape(finding.what), escape(finding.detail))
         if finding.mend:
             table.add_row("", "", f"mend: [bold]{escape(finding.mend)}[/]")

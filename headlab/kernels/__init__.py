@@ -6,12 +6,17 @@
 Each statistic is defined once, in :mod:`~headlab.kernels.statistics`; engines are tested against it.
 """
 
+from collections.abc import Callable
+
 from headlab.kernels import blockwise, dense
 from headlab.kernels.inputs import AttentionInputs, AttentionResult, Request, RowEdit
 from headlab.kernels.statistics import COLUMN_STATISTICS, STATISTICS
 
 #: Engines by name: ``engine(inputs, request) -> AttentionResult``.
-ENGINES = {"blockwise": blockwise.attend, "dense": dense.attend}
+ENGINES: dict[str, Callable[[AttentionInputs, Request], AttentionResult]] = {
+    "blockwise": blockwise.attend,
+    "dense": dense.attend,
+}
 
 __all__ = [
     "COLUMN_STATISTICS",

@@ -127,7 +127,9 @@ def _edited(
         for name, value in row_statistics(rows).items():
             for at, head in enumerate(chosen):
                 gathered.add(name, head, value[:, at])
-        _columns(inputs, request, rows.pattern, start, 0, chosen, gathered)
+        if COLUMN_STATISTICS & set(request.statistics):
+            unit = torch.ones_like(rows.pattern[..., :1])
+            _columns(inputs, request, rows.pattern, unit, start, 0, chosen, gathered)
 
 
 @dataclass
@@ -331,7 +333,7 @@ def _statistics(
     if "segment_z" in asked:
         values["segment_z"] = _segment_z(inputs, request, block, heads)
     if asked & COLUMN_STATISTICS:
-        _columns(inputs, request, weight / total, block.start, low, heads, gathered)
+        _columns(inputs, request, weight, total, block.start, low, heads, gathered)
     if "entropy" in asked:  # last: it uses up the shifted scores
         product = block.shifted.mul_(weight) if in_place else block.shifted * weight
         spread = product.sum(-1, keepdim=True)
@@ -355,12 +357,13 @@ def _distance(inputs: AttentionInputs, block: _Block) -> Tensor:
 
 def _lag_masses(inputs: AttentionInputs, request: Request, block: _Block) -> dict[str, Tensor]:
     """Masses of lag ranges, as differences of the row's running sum at the ranges' ends."""
-    running = torch.nn.functional.pad(block.weight.cumsum(-1), (1, 0))
+    running = block.weight.cumsum(-1)
     rows = torch.arange(block.start, block.stop, device=running.device) + inputs.diagonal
 
     def up_to(lag: int) -> Tensor:  # mass on keys at this lag or a larger one, [batch, head, row]
-        column = (rows - lag + 1 - block.low).clamp(0, running.shape[-1] - 1)
-        return running.gather(-1, column[:, None].expand(*running.shape[:2], -1, 1))[..., 0]
+        column = rows - lag - block.low
+        index = column.clamp(0, running.shape[-1] - 1)[:, None].expand(*running.shape[:2], -1, 1)
+        return running.gather(-1, index)[..., 0] * (column >= 0)
 
     total, values = block.total[..., 0], {}
     if "local_mass" in request.statistics:
@@ -391,28 +394,31 @@ def _segment_z(
 def _columns(
     inputs: AttentionInputs,
     request: Request,
-    pattern: Tensor,
+    weight: Tensor,
+    total: Tensor,
     start: int,
     low: int,
     heads: list[int],
     gathered: _Gathered,
 ) -> None:
-    """Sums over the query rows of a block."""
-    batch, _, rows, _ = pattern.shape
-    counted = pattern.new_ones(batch, rows)
+    """Sums over the query rows of a block: one product whose left side picks rows and divides by l."""
+    batch, _, rows, columns = weight.shape
+    share = 1 / total[..., 0]
     if request.counted is not None:
-        counted = request.counted.expand(batch, -1)[:, start : start + rows].to(pattern)
+        counted = request.counted.expand(batch, -1)[:, start : start + rows]
+        share = share * counted[:, None].to(share)
+    side = request.block if "block_map" in request.statistics else rows
+    first = torch.arange(0, rows, side, device=weight.device)[:, None]
+    row = torch.arange(rows, device=weight.device)
+    picks = ((row >= first) & (row < first + side)).to(share)  # [square, row]
+    summed = (picks * share[..., None, :]) @ weight  # [batch, head, square, column]
     if "received" in request.statistics:
-        summed = (counted[:, None, None] @ pattern)[..., 0, :]
         for at, head in enumerate(heads):
-            gathered.accumulate("received", head, summed[:, at], low, inputs.n_keys)
+            gathered.accumulate("received", head, summed[:, at].sum(1), low, inputs.n_keys)
     if "block_map" in request.statistics:
-        side = request.block
-        right = inputs.n_keys - low - pattern.shape[-1]
-        if request.counted is not None:
-            pattern = pattern * counted[:, None, :, None]
-        wide = torch.nn.functional.pad(pattern, (low, right + -inputs.n_keys % side, 0, -rows % side))
-        squares = wide.unflatten(-2, (-1, side)).sum(-2).unflatten(-1, (-1, side)).sum(-1)
+        right = inputs.n_keys - low - columns
+        wide = torch.nn.functional.pad(summed, (low, right + -inputs.n_keys % side))
+        squares = wide.unflatten(-1, (-1, side)).sum(-1)
         for at, head in enumerate(heads):
             gathered.add("block_map", head, squares[:, at])
 

@@ -43,7 +43,9 @@ class AttentionInputs:
     k: Float[Tensor, "batch kv_head key d_head"]
     v: Float[Tensor, "batch kv_head key d_value"]
     scaling: float
-    mask: Bool[Tensor, "#batch #head query key"] | Float[Tensor, "#batch #head query key"] | None = None
+    mask: (
+        Bool[Tensor, "#batch #head query key"] | Float[Tensor, "#batch #head query key"] | None
+    ) = None
     causal: bool = False
     window: int | None = None
     softcap: float | None = None

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import torch
 from jaxtyping import Float, Int
@@ -110,7 +111,7 @@ def lag_mass(rows: Rows) -> Float[Tensor, "batch head row bin"]:
     edges = rows.request.lag_edges
     bins = [
         (rows.pattern * ((rows.lag >= low) & (rows.lag < high))[:, None]).sum(-1)
-        for low, high in zip(edges, edges[1:], strict=False)
+        for low, high in pairwise(edges)
     ]
     return torch.stack(bins, -1)
 
@@ -145,10 +146,11 @@ def received(rows: Rows) -> Float[Tensor, "batch head key"]:
 
 
 def block_map(rows: Rows) -> Float[Tensor, "batch head query_block key_block"]:
-    """Attention of the chosen queries summed over squares of ``block`` × ``block`` tokens, from the first row and key."""
+    """Attention of the chosen queries summed over squares of ``block`` tokens, from the first row and key."""
     block = rows.request.block
     padded = torch.nn.functional.pad(
-        rows.pattern * _counted(rows)[:, None, :, None], (0, -rows.pattern.shape[-1] % block, 0, -rows.pattern.shape[-2] % block)
+        rows.pattern * _counted(rows)[:, None, :, None],
+        (0, -rows.pattern.shape[-1] % block, 0, -rows.pattern.shape[-2] % block),
     )
     return padded.unflatten(-1, (-1, block)).sum(-1).unflatten(-2, (-1, block)).sum(-2)
 

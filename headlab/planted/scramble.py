@@ -60,10 +60,8 @@ def scramble(
     with torch.no_grad():
         views = _views(module, which)
         shared = _shared_direction(module)
-        if part == "qk":
-            targets = [("q", views.q), ("k", views.k)]
-        else:
-            targets = [("o", views.o), ("v", views.v)]
+        qk, ov = [("q", views.q), ("k", views.k)], [("o", views.o), ("v", views.v)]
+        targets = qk if part == "qk" else ov
         for name, weight in targets:
             if name in "qo" or views.owns_kv:
                 draws = generator(seed, "scramble", which, name).standard_normal(

@@ -133,7 +133,7 @@ def self_checks(model: Model, text: str) -> dict[str, float | str | bool]:
         was afterwards.
     """
     ids = model.tokens(model.tokenizer(text[:4000], verbose=False)["input_ids"][:_CHECK_TOKENS])
-    plan = [keep.rows(), keep.statistics("entropy", "argmax")]
+    plan: list[keep.Keep] = [keep.rows(), keep.statistics("entropy", "argmax")]
     before = model.logits(ids)
     seen = model.trace(ids, keep=plan)
     after = model.logits(ids)
@@ -146,14 +146,14 @@ def self_checks(model: Model, text: str) -> dict[str, float | str | bool]:
         "outputs bit-equal after capture": bool(torch.equal(before, after)),
     }
     if not any(layer.sinks for layer in model.spec.layers):
-        checks["largest deviation of a row's sum from 1"] = float((seen.rows.sum(-1) - 1).abs().max())
+        checks["largest deviation of a row's sum from 1"] = float(
+            (seen.rows.sum(-1) - 1).abs().max()
+        )
     return checks
 
 
 def _warnings(scores: Scores, checks: dict[str, float | str | bool]) -> tuple[str, ...]:
-    warnings = [
-        f"Self-check failed: {name}." for name, value in checks.items() if value is False
-    ]
+    warnings = [f"Self-check failed: {name}." for name, value in checks.items() if value is False]
     for name in scores.names:
         rows = scores.frame[scores.frame["role"] == name]
         lost = rows[rows["score"].isna()]

@@ -36,7 +36,7 @@ class Copying(Role):
         name="copying",
         title="Copying (by output)",
         question="Does the head raise the logits of the tokens it attends to?",
-        statistic="share of the raise of the sample's logits that goes to the attended tokens, head output straight to the unembedding",
+        statistic="share of the raise of the sample's logits that goes to the attended tokens",
         null="the same share for the other tokens of the sample in place of the attended one",
         decision="score ≥ 0.08 and at least 0.04 above the null (twice chance), at q ≤ the false-discovery rate",
         reference="Olsson et al. 2022, p. 60; handling of the norm and of BOS is headlab's",
@@ -71,7 +71,7 @@ class Copying(Role):
 @torch.no_grad()
 def _run(probing: Probing, ids: Int[Tensor, "prompt position"], start: int) -> Arrays:
     model = probing.model
-    plan = [
+    plan: list[keep.Keep] = [
         keep.tensors("pattern"),
         keep.statistics("segment_z", segments={"sample": (start, ids.shape[1])}),
     ]

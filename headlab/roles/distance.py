@@ -65,9 +65,7 @@ class LongRange(Role):
         return _shares(rows, rows.far, even, rows.seen(FAR) & (rows.queries >= 2 * FAR))
 
 
-def _shares(
-    rows: ProseRows, mass: np.ndarray, even: np.ndarray, chosen: np.ndarray
-) -> Measurement:
+def _shares(rows: ProseRows, mass: np.ndarray, even: np.ndarray, chosen: np.ndarray) -> Measurement:
     rest = rows.total - rows.first
     share = np.divide(mass, rest, out=np.full_like(mass, np.nan), where=rest >= AWAKE)
     null = np.broadcast_to(even[:, None], share.shape)

@@ -91,7 +91,9 @@ def bootstrap_interval(
     return low, high
 
 
-def sign_flip_p(difference: Float[np.ndarray, "prompt head"], seed: int) -> Float[np.ndarray, " head"]:
+def sign_flip_p(
+    difference: Float[np.ndarray, "prompt head"], seed: int
+) -> Float[np.ndarray, " head"]:
     """One-sided p-value that the mean difference is positive by chance, flipping each prompt's sign.
 
     NaN entries are left out; a column without entries has p-value NaN.

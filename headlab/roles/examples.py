@@ -34,7 +34,10 @@ def examples(
     rng = np.random.default_rng(seed)
     for name in scores.names:
         ranked = scores.ranked(name).dropna(subset=["score"]).head(heads)
-        best = [Head(int(row.layer), int(row.head)) for row in ranked.itertuples()]
+        best = [
+            Head(int(layer), int(head))
+            for layer, head in zip(ranked["layer"], ranked["head"], strict=True)
+        ]
         shown += _of_role(model, name, best, found[name].looks, rng)
     return tuple(shown)
 
@@ -71,7 +74,9 @@ def _of_role(
                     value=value,
                 )
             )
-    return sorted(made, key=lambda example: (heads.index(Head(example.layer, example.head)), example.kind))
+    return sorted(
+        made, key=lambda example: (heads.index(Head(example.layer, example.head)), example.kind)
+    )
 
 
 def _pick(

@@ -20,7 +20,7 @@ class Induction(Role):
         name="induction",
         title="Induction (prefix matching)",
         question="When a token repeats, does the head look at what followed it last time?",
-        statistic="mean attention in the second copy of repeated random tokens to the token after the earlier occurrence",
+        statistic="mean attention in the second copy of random tokens to the token after the earlier occurrence",
         null="the same positions in sequences whose second half does not repeat the first",
         decision="score ≥ 0.3 and at least 0.2 above the null, at q ≤ the false-discovery rate",
         reference="Olsson et al. 2022, In-context learning and induction heads, p. 60",

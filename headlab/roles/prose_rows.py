@@ -8,6 +8,7 @@ scored 0 on it.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -66,7 +67,7 @@ class ProseRows:
         """Prompt means of a statistic and its null over chosen rows; a layer without any is out of window."""
         chosen = np.broadcast_to(rows[:, None], value.shape[1:])
         notes = {
-            (layer, head): "out of window: no row of this head sees the key in question"
+            (int(layer), head): "out of window: no row of this head sees the key in question"
             for layer in np.flatnonzero(~rows.any(1))
             for head in range(value.shape[2])
         }
@@ -83,15 +84,18 @@ def prose_rows(probing: Probing) -> ProseRows:
         raise PromptError(f"{model.name} came without a tokenizer, so it cannot read text")
     length = probing.length(LENGTH)
     ids = prose_windows(
-        model.tokenizer, prose(probing.haystack), probing.n_prompts, length, probing.seed, probing.bos
+        model.tokenizer,
+        prose(probing.haystack),
+        probing.n_prompts,
+        length,
+        probing.seed,
+        probing.bos,
     )
     parts = []
     for start in range(0, len(ids), _BATCH):
         batch = ids[start : start + _BATCH]
         probing.tell(f"reading text {start + 1}–{start + len(batch)} of {len(ids)}")
-        parts.append(
-            probing.remember(f"prose-{length}-{start:03d}", lambda batch=batch: _run(probing, batch))
-        )
+        parts.append(probing.remember(f"prose-{length}-{start:03d}", partial(_run, probing, batch)))
     joined = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
     queries = np.arange(1, length)
     windows = np.array([layer.window or length for layer in spec.layers])

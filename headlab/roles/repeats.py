@@ -6,6 +6,7 @@ positions hold tokens that never occurred, so whatever a head owes to position a
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
@@ -35,7 +36,9 @@ def repeated(probing: Probing) -> RepeatedTokens:
     plain = plain_tokens(model.tokenizer, model.spec.n_vocab)
     n = min(N, (probing.length(2 * N + 1) - 1) // 2, len(plain) // 2)
     if n < 8:
-        raise PromptError(f"{model.name} cannot hold 8 distinct tokens twice, so repeats cannot be probed")
+        raise PromptError(
+            f"{model.name} cannot hold 8 distinct tokens twice, so repeats cannot be probed"
+        )
     return repeated_tokens(plain, probing.n_prompts, n, probing.seed, probing.bos)
 
 
@@ -46,14 +49,14 @@ def measure_repeats(probing: Probing, kind: Literal["induction", "duplicate"]) -
     token after it, n − 1 tokens back.
     """
     prompts = repeated(probing)
-    values = {name: [] for name in ("repeated", "control")}
+    values: dict[str, list[np.ndarray]] = {name: [] for name in ("repeated", "control")}
     for name, parts in values.items():
         ids = getattr(prompts, name)
         for start in range(0, len(ids), _BATCH):
             batch = ids[start : start + _BATCH]
             probing.tell(f"{name} prompts {start + 1}–{start + len(batch)} of {len(ids)}")
             key = f"repeats-{name}-{prompts.n}-{start:03d}"
-            part = probing.remember(key, lambda batch=batch: target_masses(probing.model, batch, prompts))
+            part = probing.remember(key, partial(target_masses, probing.model, batch, prompts))
             parts.append(part[kind])
     rows, control = (np.concatenate(parts) for parts in values.values())
     queries = prompts.second_copy.numpy()
@@ -72,11 +75,11 @@ def measure_repeats(probing: Probing, kind: Literal["induction", "duplicate"]) -
     return Measurement(means, null, looks, notes)
 
 
-def target_masses(model: Model, ids: Int[Tensor, "prompt position"], prompts: RepeatedTokens) -> Arrays:
+def target_masses(
+    model: Model, ids: Int[Tensor, "prompt position"], prompts: RepeatedTokens
+) -> Arrays:
     """Attention of the second half's rows to both kinds of target, each [prompt, layer, head, query]."""
     n = prompts.n
-    plan = keep.statistics(
-        "lag_mass", bins=(n - 1, n, n + 1), queries=prompts.second_copy.tolist()
-    )
+    plan = keep.statistics("lag_mass", bins=(n - 1, n, n + 1), queries=prompts.second_copy.tolist())
     mass = model.trace(ids, keep=plan, logits="none").statistic("lag_mass").float().cpu().numpy()
     return {"induction": mass[..., 0], "duplicate": mass[..., 1]}

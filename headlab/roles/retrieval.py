@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from functools import partial
 from typing import Literal
 
 import numpy as np
@@ -47,7 +48,7 @@ class Retrieval(Role):
         name="retrieval",
         title="Retrieval",
         question="When the model copies a fact out of a long text, does this head do the looking?",
-        statistic="share of the needle's answer tokens at which the predicting row's largest weight lies on the very token that is generated",
+        statistic="share of the answer's tokens whose predicting row has its largest weight on that token",
         null="the same rows with generated and attended tokens paired wrongly, over all cyclic shifts",
         decision="score ≥ 0.1 (Wu et al.) and at least 0.05 above the null, at q ≤ the false-discovery rate",
         reference="Wu et al. 2024, Retrieval head mechanistically explains long-context factuality",
@@ -90,8 +91,8 @@ class Retrieval(Role):
         values, null, looks = [], [], []
         for at, trial in enumerate(trials):
             probing.tell(f"needle {at + 1} of {len(trials)} in {trial.length} tokens")
-            found = probing.remember(f"needle-{at:03d}", lambda trial=trial: run_trial(probing, trial))
-            if recall(probing.model.text(found["new"]), trial.needle.answer) <= MIN_RECALL:
+            found = probing.remember(f"needle-{at:03d}", partial(run_trial, probing, trial))
+            if recall(probing.model.text(found["new"].tolist()), trial.needle.answer) <= MIN_RECALL:
                 continue
             score, chance = self._scored(found["attended"], found["new"], trial)
             out = _out_of_window(probing, trial)
@@ -112,7 +113,10 @@ class Retrieval(Role):
         return Measurement(stacked, np.stack(null), tuple(looks[:2]), {(-1, -1): recalled} | notes)
 
     def _scored(
-        self, attended: Int[np.ndarray, "layer head step"], new: Int[np.ndarray, " step"], trial: NeedleTrial
+        self,
+        attended: Int[np.ndarray, "layer head step"],
+        new: Int[np.ndarray, " step"],
+        trial: NeedleTrial,
     ) -> tuple[Float[np.ndarray, "layer head"], Float[np.ndarray, "layer head"]]:
         score = copied_share(attended, new, trial, self.convention)
         steps = len(new)
@@ -130,10 +134,12 @@ def run_trial(probing: Probing, trial: NeedleTrial) -> Arrays:
         ``new`` [step], the generated tokens, and ``attended`` [layer, head, step], key positions.
     """
     model = probing.model
-    stop = [int(token) for token in model.tokenizer("\n", add_special_tokens=False)["input_ids"]][-1:]
+    stop = [int(token) for token in model.tokenizer("\n", add_special_tokens=False)["input_ids"]][
+        -1:
+    ]
     ids = list(trial.ids)
-    new = model.generate(ids, _NEW_TOKENS, stop=stop).ids[0]
-    new = new[new >= 0].tolist()
+    generated = model.generate(ids, _NEW_TOKENS, stop=stop).ids[0]
+    new = generated[generated >= 0].tolist()
     rows = list(range(len(ids) - 1, len(ids) + len(new) - 1))
     trace = model.trace(
         [ids + new[:-1]], keep=keep.statistics("argmax", queries=rows), logits="none"

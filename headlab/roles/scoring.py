@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pandas as pd
 
 from headlab.errors import UnsupportedError
-from headlab.roles.base import ROLES, Measurement, Probing, Remember, Role, RoleError, forget
+from headlab.roles.base import (
+    ROLES,
+    Arrays,
+    Measurement,
+    Probing,
+    Remember,
+    Role,
+    RoleError,
+    forget,
+)
 from headlab.roles.evidence import decide
 from headlab.roles.scores import Scores
 
@@ -50,7 +60,9 @@ def score(
         UnsupportedError: The model is an encoder-decoder.
     """
     chosen = select(roles)
-    return judge(chosen, measure(model, chosen, seed, n_prompts, haystack, remember, tell), alpha, seed)
+    return judge(
+        chosen, measure(model, chosen, seed, n_prompts, haystack, remember, tell), alpha, seed
+    )
 
 
 def select(roles: str | Iterable[str | Role]) -> tuple[Role, ...]:
@@ -88,20 +100,21 @@ def measure(
             f"{model.name} is an encoder-decoder; roles are defined for decoder-only and encoder-only models"
         )
     folder = None if haystack is None else Path(haystack)
-    once: dict[str, object] = {}
+    once: dict[str, Arrays] = {}
 
-    def within_run(key: str, compute: Callable[[], object]) -> object:
+    def within_run(key: str, compute: Callable[[], Arrays]) -> Arrays:
         # Roles that read the same rows share them, whether or not anything is stored on disk.
         if key not in once:
-            once[key] = remember(key, compute)  # type: ignore[arg-type]
+            once[key] = remember(key, compute)
         return once[key]
+
+    def telling(name: str, text: str) -> None:
+        tell(f"{name}: {text}")
 
     found = {}
     for role in roles:
         name = role.info.name
-        probing = Probing(
-            model, seed, n_prompts, folder, within_run, lambda text, name=name: tell(f"{name}: {text}")
-        )  # type: ignore[arg-type]  # within_run is a Remember
+        probing = Probing(model, seed, n_prompts, folder, within_run, partial(telling, name))
         found[name] = role.measure(probing)
     return found
 

@@ -8,11 +8,11 @@ __all__ = [
     "NEEDLES",
     "Needle",
     "NeedleTrial",
+    "RepeatedTokens",
     "needle_trials",
     "plain_tokens",
     "prose",
     "prose_windows",
     "random_tokens",
     "repeated_tokens",
-    "RepeatedTokens",
 ]

@@ -127,7 +127,9 @@ def needle_trials(
             answer's edge.
     """
     if tokenizer is None or not tokenizer.is_fast:
-        raise PromptError("needles need a tokenizer that gives character offsets (a fast tokenizer)")
+        raise PromptError(
+            "needles need a tokenizer that gives character offsets (a fast tokenizer)"
+        )
     rng = np.random.default_rng(seed)
     grid = [(length, depth) for depth in depths for length in lengths]
     order = np.concatenate([rng.permutation(len(grid)) for _ in range(n_trials // len(grid) + 1)])
@@ -153,7 +155,9 @@ def _trial(
             break
         context.append(sentence)
     else:
-        raise PromptError(f"the text is too short for a prompt of {length} tokens; give a longer one")
+        raise PromptError(
+            f"the text is too short for a prompt of {length} tokens; give a longer one"
+        )
     context.insert(round(depth * len(context)), needle.fact)
     prompt = _prompt(tokenizer, context, needle)
     encoded = _encode(tokenizer, prompt)
@@ -180,9 +184,7 @@ def _encode(tokenizer: Any, prompt: str) -> Any:
     )
 
 
-def token_span(
-    offsets: list[tuple[int, int]], start: int, stop: int, text: str
-) -> tuple[int, int]:
+def token_span(offsets: list[tuple[int, int]], start: int, stop: int, text: str) -> tuple[int, int]:
     """Positions [first, last + 1) of the tokens that cover characters [start, stop), and nothing else.
 
     A leading space belongs to a token in many tokenizers, so a token may begin with blanks before ``start``.
@@ -190,7 +192,9 @@ def token_span(
     Raises:
         PromptError: No token covers the characters, or one reaches beyond them.
     """
-    inside = [at for at, (low, high) in enumerate(offsets) if low < stop and high > start and high > low]
+    inside = [
+        at for at, (low, high) in enumerate(offsets) if low < stop and high > start and high > low
+    ]
     if not inside:
         raise PromptError(f"no token covers {text[start:stop]!r}")
     first, last = inside[0], inside[-1]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -81,7 +80,7 @@ def repeated_tokens(
     x, y = drawn[:, :n], drawn[:, n:]
     first = [] if bos is None else [np.full((n_prompts, 1), bos)]
 
-    def rows(*parts: Sequence[Any]) -> Tensor:
+    def rows(*parts: np.ndarray) -> Tensor:
         return torch.from_numpy(np.concatenate([*first, *parts], 1))
 
     return RepeatedTokens(rows(x, x), rows(x, y), n, len(first))
