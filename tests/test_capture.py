@@ -418,24 +418,48 @@ def test_a_ragged_batch_equals_each_prompt_alone(lab: Lab, family: str, padding:
         assert bool((kept.ids >= 0).sum(1).eq(kept.lengths).all())
 
 
-@pytest.mark.parametrize("padding", ["right", "left"])
+def needlessly(ids: Tensor, padding: str) -> Tensor:
+    """The same prompts with padding that every one of them has."""
+    pad = torch.full((len(ids), 4), -1)
+    return torch.cat([ids, pad] if padding == "right" else [pad, ids], 1)
+
+
+needless = pytest.mark.parametrize("padding", ["right", "left"])
+
+
+@needless
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss", "bert", "gpt2"])
-def test_needless_padding_changes_nothing(lab: Lab, family: str, padding: str) -> None:
-    """Padding that every prompt of the batch has: no row of it may count."""
+def test_needless_padding_is_not_captured(lab: Lab, family: str, padding: str) -> None:
     model, ids = lab(family), ids_of(9)
-    pad = torch.full((2, 4), -1)
-    padded = torch.cat([ids, pad] if padding == "right" else [pad, ids], 1)
-    plain = trace(model, ids, None, everything(N, None))
-    kept = trace(model, padded, None, everything(N, None))
+    kept = trace(model, needlessly(ids, padding), None, everything(N, None))
     for row in range(2):
-        check_alone(kept, _only(plain, model, ids[row : row + 1]), row, 9, 9, range(2))
-    assert_close(kept.logits[:, :9], plain.logits, TOLERANCE)
-    last = model.trace(padded, logits="last").logits
-    assert_close(last[:, 0], plain.logits[:, -1], TOLERANCE)
+        alone = trace(model, ids[row : row + 1], None, everything(N, None))
+        check_alone(kept, alone, row, 9, 9, range(2))
 
 
-def _only(plain: Any, model: Any, ids: Tensor) -> Any:
-    return trace(model, ids, None, everything(N, None))
+@needless
+@pytest.mark.parametrize("family", ["llama", "bert"])
+def test_needless_padding_does_not_count_for_what_keys_receive(
+    lab: Lab, family: str, padding: str
+) -> None:
+    model, ids = lab(family), ids_of(9)
+    plan = hl.keep.statistics("received", "block_map", block=3)
+    plain, kept = (model.trace(prompt, keep=plan) for prompt in (ids, needlessly(ids, padding)))
+    assert_close(kept.statistic("received")[..., :9], plain.statistic("received"), TOLERANCE)
+    got = kept.statistic("block_map")[..., :3, :3]
+    assert_close(got, plain.statistic("block_map"), TOLERANCE)
+
+
+@needless
+@pytest.mark.parametrize("family", ["llama", "gpt2", "bert"])
+def test_the_last_logits_are_those_of_the_last_token_before_needless_padding(
+    lab: Lab, family: str, padding: str
+) -> None:
+    model, ids = lab(family), ids_of(9)
+    padded = needlessly(ids, padding)
+    plain = model.logits(ids)
+    assert_close(model.logits(padded)[:, :9], plain, TOLERANCE)
+    assert_close(model.trace(padded, logits="last").logits[:, 0], plain[:, -1], TOLERANCE)
 
 
 @pytest.mark.parametrize("family", ["llama", "t5", "bart", "bert"])

@@ -160,5 +160,7 @@ def _warnings(scores: Scores, checks: dict[str, float | str | bool]) -> tuple[st
         if len(lost) == len(rows):
             warnings.append(f"{name}: {lost['note'].iloc[0]}.")
         elif len(lost):
-            warnings.append(f"{name}: {len(lost)} of {len(rows)} heads could not be measured.")
+            reasons = lost["note"].value_counts()
+            why = ", ".join(f"{count} {reason}" for reason, count in reasons.items())
+            warnings.append(f"{name}: {len(lost)} of {len(rows)} heads without a score ({why}).")
     return tuple(warnings)

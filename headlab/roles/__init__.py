@@ -3,15 +3,12 @@
 Importing this package registers headlab's own roles; :func:`register` adds one of yours.
 """
 
-from headlab.roles import (  # each registers its roles
-    copying,
-    distance,
-    duplicate_token,
-    induction,
-    previous_token,
-    retrieval,
-    sink,
-)
+# isort: off
+# Importing a role registers it; this is the order in which reports show them.
+from headlab.roles import retrieval, induction, copying, previous_token, duplicate_token
+from headlab.roles import sink, distance
+# isort: on
+
 from headlab.roles.base import ROLES, Look, Measurement, Probing, Role, RoleError, register
 from headlab.roles.scores import COLUMNS, Example, RoleInfo, Scores, head_label, visible
 from headlab.roles.scoring import ALPHA, N_PROMPTS, score

@@ -7,6 +7,8 @@ which nearly everything lies on the first token are left out: what remains is ro
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from headlab.roles.base import Measurement, Probing, Role, register
@@ -69,7 +71,11 @@ def _shares(rows: ProseRows, mass: np.ndarray, even: np.ndarray, chosen: np.ndar
     rest = rows.total - rows.first
     share = np.divide(mass, rest, out=np.full_like(mass, np.nan), where=rest >= AWAKE)
     null = np.broadcast_to(even[:, None], share.shape)
-    return rows.averaged(share, null, chosen)
+    found = rows.averaged(share, null, chosen)
+    resting = np.isnan(found.values).all(axis=0) & chosen.any(axis=1, keepdims=True)
+    note = "not measurable: the head rests on the first token"
+    notes = {(int(layer), int(head)): note for layer, head in np.argwhere(resting)}
+    return replace(found, notes={**found.notes, **notes})
 
 
 register(Local())

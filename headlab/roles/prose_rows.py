@@ -25,6 +25,8 @@ LENGTH = 384
 LOCAL = 16
 #: Keys at least this many tokens away are far.
 FAR = 128
+#: A prompt counts for a head when the statistic exists on at least this share of its rows.
+SHARE = 0.1
 _BATCH = 4
 
 
@@ -64,7 +66,10 @@ class ProseRows:
         null: Float[np.ndarray, "prompt layer head query"],
         rows: Float[np.ndarray, "layer query"],
     ) -> Measurement:
-        """Prompt means of a statistic and its null over chosen rows; a layer without any is out of window."""
+        """Prompt means of a statistic and its null over the chosen rows that have them (are not NaN).
+
+        A layer without chosen rows is out of window.
+        """
         chosen = np.broadcast_to(rows[:, None], value.shape[1:])
         notes = {
             (int(layer), head): "out of window: no row of this head sees the key in question"
@@ -74,7 +79,11 @@ class ProseRows:
         looks = [
             Look(self.ids[at], self.queries, np.where(chosen, value[at], np.nan)) for at in range(2)
         ]
-        return Measurement(_mean(value, chosen), _mean(null, chosen), tuple(looks), notes)
+        used = chosen & ~np.isnan(value)
+        least = SHARE * chosen.sum(
+            -1
+        )  # fewer rows would speak for the exceptions, not for the head
+        return Measurement(_mean(value, used, least), _mean(null, used, least), tuple(looks), notes)
 
 
 def prose_rows(probing: Probing) -> ProseRows:
@@ -132,7 +141,8 @@ def _numpy(x: torch.Tensor) -> np.ndarray:
     return x.float().cpu().numpy()
 
 
-def _mean(value: np.ndarray, chosen: np.ndarray) -> np.ndarray:
-    count = chosen.sum(-1)
-    summed = np.where(chosen, value, 0).sum(-1, dtype=np.float64)
-    return np.divide(summed, count, out=np.full(summed.shape, np.nan), where=count > 0)
+def _mean(value: np.ndarray, used: np.ndarray, least: np.ndarray) -> np.ndarray:
+    count = used.sum(-1)
+    summed = np.where(used, value, 0).sum(-1, dtype=np.float64)
+    enough = (count > 0) & (count >= least)
+    return np.divide(summed, count, out=np.full(summed.shape, np.nan), where=enough)

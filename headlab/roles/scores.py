@@ -217,7 +217,7 @@ class Scores:
     def __repr__(self) -> str:
         width = max((len(name) for name in self.names), default=0)
         heads = len(self.frame[["layer", "head"]].drop_duplicates())
-        lines = [f"Scores: {len(self.roles)} roles, {heads} heads, claimed at q < {self.alpha:g}"]
+        lines = [f"Scores: {len(self.roles)} roles, {heads} heads, claimed at q ≤ {self.alpha:g}"]
         for name in self.names:
             claimed = self.claimed(name)
             top = " ".join(claimed[:8]) + (f" … +{len(claimed) - 8}" if len(claimed) > 8 else "")
@@ -233,7 +233,7 @@ class Scores:
         parts = [
             "<div style='font-size:13px;line-height:1.5'>",
             f"<p><b>Scores</b> · {len(self.names)} roles · {heads} heads · "
-            f"claimed at q &lt; {self.alpha:g}{more}</p>",
+            f"claimed at q ≤ {self.alpha:g}{more}</p>",
             *(self._role_html(name) for name in shown),
             "</div>",
         ]
