@@ -386,7 +386,7 @@ class Model:
     ) -> Trace:
         rows, statistics, tensors = collector.finish()
         heads = {name: kept.heads for name, kept in collector.statistics.items()}
-        heads |= {name: kept.heads for name, kept in collector.tensors.items()}
+        heads |= {name: kept.heads | kept.axis for name, kept in collector.tensors.items()}
         if collector.rows is not None:
             heads["rows"] = collector.rows.heads
         return Trace(
@@ -403,9 +403,7 @@ class Model:
             _rows=rows,
             _statistics=statistics,
             _tensors=tensors,
-            _groups={
-                at: layer.n_heads // layer.n_kv_heads for at, layer in enumerate(self.spec.layers)
-            },
+            _groups=collector.groups,
         )
 
 

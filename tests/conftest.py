@@ -8,9 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import settings
 from tiny_models import build, tiny_tokenizer
 
 torch.set_num_threads(1)
+
+# The same examples in every run: a failure can be looked at, and nothing is written to disk.
+settings.register_profile("headlab", derandomize=True, database=None, deadline=None)
+settings.load_profile("headlab")
 
 
 @pytest.fixture(scope="session")

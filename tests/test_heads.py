@@ -34,7 +34,7 @@ SMOL = spec()
     [
         "L18H6", "l18h6", "18.6", " 18.6 ", "L18H6,", (18, 6), Head(18, 6), [(18, 6)], ["18.6"],
         {(18, 6)}, (Head(18, 6),), (np.int64(18), np.int64(6)),
-        (torch.tensor(18), torch.tensor(6)), iter(["L18H6"]), "L18H6, 18.6",
+        (torch.tensor(18), torch.tensor(6)), {"L18H6": None}.keys(), "L18H6, 18.6",
         ["18.6", (18, 6), Head(18, 6)], ("18.6",), [["18.6"], [(18, 6)]],
     ],
     ids=repr,

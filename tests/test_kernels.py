@@ -510,7 +510,7 @@ def calls(draw_: Any) -> AttentionInputs:
     )  # fmt: skip
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 @given(calls(), st.sampled_from([1, 700, 4 << 20]))
 def test_any_call_equals_plain_formula(inputs: AttentionInputs, block_bytes: int) -> None:
     request = ask(inputs)
@@ -518,7 +518,7 @@ def test_any_call_equals_plain_formula(inputs: AttentionInputs, block_bytes: int
     check(ENGINES["dense"](inputs, request), inputs, request)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(calls())
 def test_rows_sum_to_one_or_leave_the_rest_to_the_sink(inputs: AttentionInputs) -> None:
     every = torch.arange(inputs.n_queries).expand(inputs.q.shape[0], -1)
@@ -538,7 +538,7 @@ def test_rows_sum_to_one_or_leave_the_rest_to_the_sink(inputs: AttentionInputs) 
     assert np.all(result.statistics["entropy"].numpy() >= -1e-5)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(calls(), st.integers(1, 6000))
 def test_block_size_changes_nothing(inputs: AttentionInputs, block_bytes: int) -> None:
     request = ask(inputs)
@@ -549,7 +549,7 @@ def test_block_size_changes_nothing(inputs: AttentionInputs, block_bytes: int) -
         assert_close(parts.statistics[name], whole.statistics[name], atol=5e-6, what=name)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(calls(), st.randoms(use_true_random=False))
 def test_permuting_groups_of_heads_permutes_the_results(inputs: AttentionInputs, rng: Any) -> None:
     kv, group = inputs.k.shape[1], inputs.group
@@ -573,7 +573,7 @@ def test_permuting_groups_of_heads_permutes_the_results(inputs: AttentionInputs,
             assert_close(turned.statistics[name], plain.statistics[name][:, heads], 1e-5, what=name)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(calls(), st.data())
 def test_asking_for_some_heads_gives_what_asking_for_all_gives(
     inputs: AttentionInputs, data: Any

@@ -32,12 +32,14 @@ class Kept:
     """One kept thing: a part per forward step and layer, joined by :meth:`Collector.finish`.
 
     Attributes:
-        heads: Heads per layer, in the order of the head axis; key/value heads for k and v.
+        heads: Query heads asked for, per layer.
+        axis: Heads along the head axis, per layer, where it differs: key/value heads, for k and v.
         parts: Tensors per layer, one per forward step.
         labels: Names along a last axis, such as segments.
     """
 
     heads: dict[int, tuple[int, ...]]
+    axis: dict[int, tuple[int, ...]] = field(default_factory=dict)
     parts: dict[int, list[Tensor]] = field(default_factory=dict)
     labels: tuple[str, ...] = ()
 
@@ -82,6 +84,9 @@ class Collector:
         self.query_positions: dict[str, list[Tensor]] = {}
         self.statistics: dict[str, Kept] = {}
         self.tensors: dict[str, Kept] = {}
+        self.groups = {
+            at: layer.n_heads // layer.n_kv_heads for at, layer in enumerate(spec.layers)
+        }
         self._groups: list[_Group] = []
         self._rows_item: KeepRows | None = None
         self._tensor_items: dict[str, KeepTensors] = {}
@@ -348,7 +353,8 @@ class Collector:
         if name in ("k", "v"):
             group = self.spec.layers[layer].n_heads // value.shape[2]
             heads = sorted({head // group for head in heads})
-            kept.heads[layer] = tuple(heads) if group == 1 else kept.heads[layer]
+            kept.axis[layer] = tuple(heads)
+            self.groups[layer] = group  # 1 where an edit has split the groups
             if inputs is not None:  # the cache's keys were kept when they were new
                 value = (
                     value[:, value.shape[1] - inputs.n_queries :] if inputs.query_start else value

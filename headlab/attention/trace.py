@@ -38,7 +38,8 @@ class Trace:
             None, as asked for.
         query_positions: Position of every kept query, [batch, query], of ``"rows"`` and of statistics that
             were kept for some queries only.
-        heads: Query heads kept per layer, under ``"rows"`` and the names of statistics and tensors.
+        heads: Heads along the head axis per layer, under ``"rows"`` and the names of statistics and tensors:
+            query heads, or for k and v the key/value heads they use.
         labels: Names along the last axis of statistics that have one, such as segments.
     """
 
@@ -53,7 +54,7 @@ class Trace:
     _rows: dict[int, Tensor] = field(repr=False)
     _statistics: dict[str, dict[int, Tensor]] = field(repr=False)
     _tensors: dict[str, dict[int, Tensor]] = field(repr=False)
-    #: Query heads per key/value head, per layer: k and v are kept once per group.
+    #: Query heads per entry of k and v, per layer; 1 where an edit split the groups.
     _groups: dict[int, int] = field(repr=False)
 
     @property
@@ -145,9 +146,8 @@ class Trace:
         heads = self.heads[name][head.layer]
         group = self._groups[head.layer]
         wanted = head.head
-        if name in ("k", "v") and group > 1:
-            heads = tuple(sorted({kept // group for kept in heads}))
-            wanted = wanted // group
+        if name in ("k", "v"):
+            wanted //= group
         if wanted not in heads:
             raise PlanError(f"{name!r} was not kept for head {head}")
         return value.select(1 if name == "pattern" else 2, heads.index(wanted))
@@ -159,11 +159,11 @@ class Trace:
     def _stacked(self, name: str, per_layer: dict[int, Tensor], axis: int) -> Tensor:
         layers = sorted(per_layer)
         kept = self.heads[name]
-        if len({kept[layer] for layer in layers}) == 1 or name in ("k", "v"):
+        if len({kept[layer] for layer in layers}) == 1:
             parts = [per_layer[layer] for layer in layers]
         else:
             every = sorted({head for layer in layers for head in kept[layer]})
-            head_axis = 2 if name in ("q", "z", "result") else 1
+            head_axis = 2 if name in ("q", "k", "v", "z", "result") else 1
             parts = [_spread(per_layer[at], kept[at], every, head_axis) for at in layers]
         if len({part.shape for part in parts}) > 1:
             raise PlanError(
