@@ -43,13 +43,10 @@ class OwnKernel(AsyncKernelManager):
 
 def execute(notebook: NotebookNode, timeout: int) -> None:
     """Run every cell, in order; outputs replace those in ``notebook``."""
-    for cell in notebook.cells:
-        cell.metadata.pop("execution", None)
     with tempfile.TemporaryDirectory(prefix="headlab-notebook-") as folder:
-        home = Path(folder, "home")
-        work = Path(folder, "work")
-        for path in (home, work):
-            path.mkdir()
+        profile, work = Path(folder, "ipython"), Path(folder, "work")
+        profile.mkdir()
+        work.mkdir()
         client = NotebookClient(
             notebook,
             timeout=timeout,
@@ -57,11 +54,11 @@ def execute(notebook: NotebookNode, timeout: int) -> None:
             kernel_manager_class=OwnKernel,
             # Times of the day would make every stored run differ from the last.
             record_timing=False,
-            # Without what ipykernel prints from C, outside of any cell.
-            store_widget_state=False,
+            # ipykernel warns that local traffic is not encrypted; only errors belong in this output.
+            extra_arguments=["--IPKernelApp.log_level=40"],
         )
         # A user's IPython profile must not decide whether a notebook runs.
-        client.execute(cwd=str(work), env=os.environ | {"IPYTHONDIR": str(home)})
+        client.execute(cwd=str(work), env=os.environ | {"IPYTHONDIR": str(profile)})
     # Only what a reader's Jupyter needs: not the machine's Python release.
     notebook.metadata = NotebookNode(
         kernelspec={"display_name": "Python 3", "language": "python", "name": "python3"},

@@ -193,19 +193,35 @@ def ask(inputs: AttentionInputs, statistics: tuple[str, ...] = NAMES, **fields: 
     )
 
 
+def same_keys(got: Any, expected: Any, p: np.ndarray, what: str) -> None:
+    """The same keys, or others whose weights differ by less than float32 can tell."""
+    got, expected = oracle.array(got), oracle.array(expected)
+    if what == "argmax":
+        got, expected = got[..., None], expected[..., None]
+    np.testing.assert_array_equal(got < 0, expected < 0, err_msg=what)
+    picked = [np.take_along_axis(p, np.maximum(index, 0), -1) for index in (got, expected)]
+    np.testing.assert_allclose(*picked, atol=1e-5, err_msg=what)
+
+
 def check(
     result: Any,
     inputs: AttentionInputs,
     request: Request,
     atol: float = 1e-5,
     z_tolerance: tuple[float, float] | None = None,
+    *,
+    ties: bool = False,
 ) -> None:
+    """Compare with the oracle; *ties* says that random weights may come too close to tell apart."""
     expected = oracle.statistics(inputs, request)
     assert set(result.statistics) == set(request.statistics)
     for name, value in expected.items():
         got = result.statistics[name]
         if name in INDEX:
             assert got.dtype == torch.long, name
+            if ties:
+                same_keys(got, value, _pattern_of(inputs, request), name)
+                continue
             np.testing.assert_array_equal(got.numpy(), value, err_msg=name)
         elif name == "mean_distance":
             assert_close(got, value, atol=atol, rtol=atol, what=name)
@@ -218,6 +234,11 @@ def check(
         assert_close(result.z, oracle.z(inputs), atol=z_atol, rtol=z_rtol, what="z")
     else:
         assert result.z is None
+
+
+def _pattern_of(inputs: AttentionInputs, request: Request) -> np.ndarray:
+    p = oracle.pattern(inputs)
+    return p if request.heads is None else p[:, list(request.heads)]
 
 
 @pytest.mark.parametrize("heads", HEADS)
@@ -514,8 +535,8 @@ def calls(draw_: Any) -> AttentionInputs:
 @given(calls(), st.sampled_from([1, 700, 4 << 20]))
 def test_any_call_equals_plain_formula(inputs: AttentionInputs, block_bytes: int) -> None:
     request = ask(inputs)
-    check(blockwise(block_bytes)(inputs, request), inputs, request)
-    check(ENGINES["dense"](inputs, request), inputs, request)
+    check(blockwise(block_bytes)(inputs, request), inputs, request, ties=True)
+    check(ENGINES["dense"](inputs, request), inputs, request, ties=True)
 
 
 @settings(max_examples=60)
@@ -546,7 +567,11 @@ def test_block_size_changes_nothing(inputs: AttentionInputs, block_bytes: int) -
     parts = blockwise(block_bytes)(inputs, request)
     assert_close(parts.z, whole.z, atol=2e-6)
     for name in NAMES:
-        assert_close(parts.statistics[name], whole.statistics[name], atol=5e-6, what=name)
+        got, expected = parts.statistics[name], whole.statistics[name]
+        if name in INDEX:
+            same_keys(got, expected, oracle.pattern(inputs), name)
+        else:
+            assert_close(got, expected, atol=5e-6, what=name)
 
 
 @settings(max_examples=40)
@@ -570,7 +595,11 @@ def test_permuting_groups_of_heads_permutes_the_results(inputs: AttentionInputs,
         plain, turned = engine(inputs, request), engine(replace(inputs, **changes), request)
         assert_close(turned.z, plain.z[:, heads], atol=1e-6)
         for name in NAMES:
-            assert_close(turned.statistics[name], plain.statistics[name][:, heads], 1e-5, what=name)
+            got, expected = turned.statistics[name], plain.statistics[name][:, heads]
+            if name in INDEX:
+                same_keys(got, expected, oracle.pattern(inputs)[:, heads], name)
+            else:
+                assert_close(got, expected, 1e-5, what=name)
 
 
 @settings(max_examples=40)
@@ -585,8 +614,11 @@ def test_asking_for_some_heads_gives_what_asking_for_all_gives(
         some = engine(inputs, ask(inputs, heads=chosen, z=z))
         every = engine(inputs, ask(inputs))
         for name in NAMES:
-            whole = every.statistics[name][:, list(chosen)]
-            assert_close(some.statistics[name], whole, 1e-5, what=name)
+            got, whole = some.statistics[name], every.statistics[name][:, list(chosen)]
+            if name in INDEX:
+                same_keys(got, whole, oracle.pattern(inputs)[:, list(chosen)], name)
+            else:
+                assert_close(got, whole, 1e-5, what=name)
 
 
 # -- gradients -------------------------------------------------------------------------------------
