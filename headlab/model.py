@@ -6,19 +6,21 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from inspect import signature
+from operator import index
 from typing import Any, Literal, TypeAlias
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from headlab.attention.assembly import assemble
 from headlab.attention.collector import Collector
 from headlab.attention.edits import Edit, bind
 from headlab.attention.keep import Keep
 from headlab.attention.probe import measure
 from headlab.attention.session import Session
 from headlab.attention.trace import Trace
-from headlab.errors import PlanError, PromptError
+from headlab.errors import PlanError, PromptError, UnsupportedError
 from headlab.models import HeadWeights, ModelSpec, open_model
 
 #: Text, token ids, or a batch of either; a LongTensor [batch, position] holds −1 beyond a prompt's end.
@@ -138,6 +140,8 @@ class Model:
             PromptError: A prompt is empty, is longer than the model's context, or holds ids that do not exist.
         """
         if isinstance(prompt, Tensor):
+            if prompt.dtype not in _INTEGERS:
+                raise PromptError(f"token ids are whole numbers, not {prompt.dtype}")
             ids = prompt.to(self.device, torch.long)
             ids = ids[None] if ids.dim() == 1 else ids
         else:
@@ -153,20 +157,23 @@ class Model:
             )
         if all(isinstance(part, str) for part in prompt):
             return [self._encode(text) for text in prompt]
-        if all(isinstance(part, int) for part in prompt):
-            return [list(prompt)]
+        if not any(isinstance(part, Sequence | str) for part in prompt):
+            return [_whole_numbers(prompt)]
         if all(isinstance(part, Sequence) and not isinstance(part, str) for part in prompt):
-            return [list(part) for part in prompt]
+            return [_whole_numbers(part) for part in prompt]
         raise PromptError("a batch of prompts must be all text or all token ids")
 
     def _encode(self, text: str) -> list[int]:
+        if not text.strip():
+            raise PromptError("the text is empty; give at least one word")
+        return list(self._tokenizer()(text, verbose=False)["input_ids"])
+
+    def _tokenizer(self) -> Any:
         if self.tokenizer is None:
             raise PromptError(
                 f"{self.name} came without a tokenizer; pass token ids, or load it with tokenizer="
             )
-        if not text.strip():
-            raise PromptError("the text is empty; give at least one word")
-        return list(self.tokenizer(text, verbose=False)["input_ids"])
+        return self.tokenizer
 
     def _padded(self, lists: list[list[int]]) -> Tensor:
         ids = torch.full((len(lists), max(len(part) for part in lists)), -1)
@@ -175,23 +182,24 @@ class Model:
         return ids.to(self.device)
 
     def _checked(self, ids: Tensor) -> Tensor:
-        if ids.dim() != 2 or ids.shape[1] == 0 or not bool((ids >= 0).any(1).all()):
+        if ids.dim() != 2 or ids.numel() == 0 or not bool((ids >= 0).any(1).all()):
             raise PromptError("a prompt is empty; give at least one token")
         if int(ids.max()) >= self.spec.n_vocab or int(ids.min()) < -1:
             raise PromptError(
                 f"token ids must lie in 0–{self.spec.n_vocab - 1}, or be −1 beyond a prompt's end"
             )
+        ids = _aligned(ids, "right")[:, : int(_lengths(ids).max())]
         limit = self.spec.max_context
         if limit is not None and ids.shape[1] > limit:
             raise PromptError(
                 f"the prompt has {ids.shape[1]} tokens, but {self.name} has a context of {limit}; shorten it"
             )
-        return _aligned(ids, "right")
+        return ids
 
     def text(self, ids: Tensor | Sequence[int], *, special: bool = True) -> str:
         """Text of token ids, with or without special tokens; −1 is left out."""
         kept = [int(i) for i in torch.as_tensor(ids).flatten() if int(i) >= 0]
-        return str(self.tokenizer.decode(kept, skip_special_tokens=not special))
+        return str(self._tokenizer().decode(kept, skip_special_tokens=not special))
 
     def token_texts(self, ids: Tensor) -> tuple[tuple[str, ...], ...]:
         """Each token as text, per prompt."""
@@ -230,8 +238,16 @@ class Model:
         lengths, shown, encoder_lengths = _lengths(ids), ids, None
         if self.module.config.is_encoder_decoder:
             encoder_lengths, shown = lengths, self._decoder_ids(decoder, len(ids))
+            if len(shown) != len(ids):
+                raise PromptError(
+                    f"decoder= has {len(shown)} prompts, the encoder's side {len(ids)}"
+                )
             lengths = _lengths(shown)
             arguments |= self._decoder_arguments(shown)
+        elif decoder is not None:
+            raise PromptError(
+                f"{self.name} has no encoder, so decoder= has no use; pass one prompt"
+            )
         collector = Collector(plan, self.spec, lengths, encoder_lengths)
         narrows = "logits_to_keep" in signature(self.module.forward).parameters
         if logits != "all" and narrows and bool((lengths == lengths.max()).all()):
@@ -239,7 +255,8 @@ class Model:
         if hasattr(self.module.config, "use_cache"):
             arguments["use_cache"] = False  # one pass needs no cache, and its memory counts
         recording = nullcontext() if grad else torch.no_grad()
-        with self._session.running(lengths, collector if plan else None), recording:
+        capturing = collector if plan else None
+        with self._session.running(lengths, capturing, encoder_lengths), recording:
             output = self.module(**arguments)
         kept = getattr(output, "logits", None) if logits != "none" else None
         if kept is not None:
@@ -282,20 +299,30 @@ class Model:
         """
         if options.get("num_beams", 1) != 1:
             raise PlanError("generation with beams cannot be captured or edited; use num_beams=1")
+        if not self.module.can_generate():
+            raise UnsupportedError(f"{self.name} ({self.spec.family}) cannot generate text")
+        if max_new_tokens < 1:
+            raise PromptError(f"max_new_tokens={max_new_tokens} must be at least 1")
         ids = self.tokens(prompt)
         self._check_room(ids, max_new_tokens)
         plan = keep if isinstance(keep, Sequence) else [keep]
-        arguments = self._arguments(_aligned(ids, "left"))
-        lengths = _lengths(ids)
-        collector = Collector(plan, self.spec, lengths)
+        encoder_lengths, lengths = None, _lengths(ids)
+        if self.module.config.is_encoder_decoder:
+            encoder_lengths, lengths = (
+                lengths,
+                torch.ones_like(lengths),
+            )  # the decoder's start token
+        arguments = self._arguments(ids if encoder_lengths is not None else _aligned(ids, "left"))
+        collector = Collector(plan, self.spec, lengths, encoder_lengths)
         if stop is not None:
             own = self.module.generation_config.eos_token_id
             own = own if isinstance(own, list) else [] if own is None else [own]
             options["eos_token_id"] = [*own, *stop]
         options.setdefault("pad_token_id", self._pad_id())
         devices = [self.device] if self.device.type == "cuda" else []
+        capturing = collector if plan else None
         with (
-            self._session.running(lengths, collector if plan else None),
+            self._session.running(lengths, capturing, encoder_lengths),
             torch.no_grad(),
             torch.random.fork_rng(devices=devices, enabled=do_sample),
         ):
@@ -304,24 +331,21 @@ class Model:
             whole = self.module.generate(
                 **arguments, max_new_tokens=max_new_tokens, do_sample=do_sample, **options
             )
-        encoder_decoder = self.module.config.is_encoder_decoder
-        new = whole[:, 1:] if encoder_decoder else whole[:, ids.shape[1] :]
+        prompts = whole[:, :1] if encoder_lengths is not None else ids
         new = self._ended(
-            new, options.get("eos_token_id", self.module.generation_config.eos_token_id)
+            whole[:, prompts.shape[1] :],
+            options.get("eos_token_id", self.module.generation_config.eos_token_id),
         )
         trace = None
         if plan:
-            joined = torch.full((len(ids), ids.shape[1] + new.shape[1]), -1, device=ids.device)
-            for row, n in enumerate(lengths):
-                joined[row, :n] = ids[row, :n]
-                joined[row, n : n + new.shape[1]] = new[row]
-            # The last new token was never run, so nothing was captured for it.
-            trace = self._trace(collector, joined[:, :-1], _lengths(joined) - 1, None)
-        texts = (
-            tuple(self.text(row, special=False) for row in new)
-            if self.tokenizer is not None
-            else ()
-        )
+            joined = _aligned(torch.cat([prompts, new], 1), "right")
+            run = _lengths(joined) - 1  # the last new token of each was never run
+            places = torch.arange(joined.shape[1] - 1, device=ids.device)
+            shown = joined[:, :-1].masked_fill(places >= run[:, None], -1)
+            trace = self._trace(collector, shown, run, None)
+        texts: tuple[str, ...] = ()
+        if self.tokenizer is not None:
+            texts = tuple(self.text(row, special=False) for row in new)
         return Generation(new, texts, trace)
 
     @contextmanager
@@ -384,7 +408,7 @@ class Model:
     def _trace(
         self, collector: Collector, ids: Tensor, lengths: Tensor, logits: Tensor | None
     ) -> Trace:
-        rows, statistics, tensors = collector.finish()
+        captured = assemble(collector, lengths)
         heads = {name: kept.heads for name, kept in collector.statistics.items()}
         heads |= {name: kept.heads | kept.axis for name, kept in collector.tensors.items()}
         if collector.rows is not None:
@@ -395,16 +419,23 @@ class Model:
             lengths=lengths,
             tokens=self.token_texts(ids),
             logits=logits,
-            query_positions={
-                name: torch.cat(parts, 1) for name, parts in collector.query_positions.items()
-            },
+            query_positions=captured.query_positions,
             heads=heads,
             labels={n: kept.labels for n, kept in collector.statistics.items() if kept.labels},
-            _rows=rows,
-            _statistics=statistics,
-            _tensors=tensors,
+            _rows=captured.rows,
+            _statistics=captured.statistics,
+            _tensors=captured.tensors,
             _groups=collector.groups,
         )
+
+
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+
+
+def _whole_numbers(ids: Sequence[Any]) -> list[int]:
+    if any(isinstance(i, bool) or not hasattr(i, "__index__") for i in ids):
+        raise PromptError(f"token ids are whole numbers, not {ids!r:.60}")
+    return [index(i) for i in ids]
 
 
 def _lengths(ids: Tensor) -> Tensor:
@@ -424,8 +455,8 @@ def _by_position(logits: Tensor, lengths: Tensor, last: bool) -> Tensor:
     if last:
         if logits.shape[1] == 1:
             return logits
-        index = (lengths.to(logits.device) - 1)[:, None, None].expand(-1, 1, logits.shape[2])
-        return logits.gather(1, index)
+        at = (lengths.to(logits.device) - 1)[:, None, None].expand(-1, 1, logits.shape[2])
+        return logits.gather(1, at)
     if bool((lengths == logits.shape[1]).all()):
         return logits
     beyond = (

@@ -29,7 +29,7 @@ _FEATURES = ("first_mass", "segment_mass", "feature")
 
 @dataclass
 class Kept:
-    """One kept thing: a part per forward step and layer, joined by :meth:`Collector.finish`.
+    """One kept thing: a part per forward step and layer, joined by :mod:`headlab.attention.assembly`.
 
     Attributes:
         heads: Query heads asked for, per layer.
@@ -63,7 +63,7 @@ class Collector:
     Args:
         plan: What to keep.
         spec: The model.
-        lengths: Real tokens of each prompt.
+        lengths: Real tokens of each prompt; of its decoder's side, in an encoder-decoder model.
         encoder_lengths: Real tokens of each prompt's encoder side, in an encoder-decoder model.
 
     Raises:
@@ -90,8 +90,8 @@ class Collector:
         self._groups: list[_Group] = []
         self._rows_item: KeepRows | None = None
         self._tensor_items: dict[str, KeepTensors] = {}
-        self._widths: dict[int, int] = {}
-        self._left: Tensor | None = None
+        self.widths: dict[int, int] = {}
+        self.left: Tensor | None = None
         for item in plan:
             if isinstance(item, KeepRows):
                 self._add_rows(item)
@@ -150,9 +150,9 @@ class Collector:
             z [batch, query, head, d_value] when the engine had to compute it anyway, else None.
         """
         layer = call.layer
-        self._widths[layer] = max(self._widths.get(layer, 0), inputs.key_start + inputs.n_keys)
+        self.widths[layer] = max(self.widths.get(layer, 0), inputs.key_start + inputs.n_keys)
         if inputs.left is not None:
-            self._left = inputs.left
+            self.left = inputs.left
         base = Request(z=False, edit_scores=edit_scores, edit_pattern=edit_pattern)
         self._take_rows(call, inputs, base)
         self._take_pattern(call, inputs, base)
@@ -191,8 +191,8 @@ class Collector:
             return
         every = torch.arange(inputs.n_queries, device=inputs.q.device).expand(inputs.q.shape[0], -1)
         request = _request(base, heads=kept.heads[call.layer])
-        pattern = attend_rows(inputs, request, every).pattern
-        kept.parts.setdefault(call.layer, []).append(self._wide(pattern, inputs))
+        pattern = self._wide(attend_rows(inputs, request, every).pattern, inputs)
+        kept.parts.setdefault(call.layer, []).append(self._placed("pattern", call.layer, pattern))
 
     def _wide(self, rows: Tensor, inputs: AttentionInputs) -> Tensor:
         """Rows over every key since the start, where a sliding cache has dropped the first ones."""
@@ -211,7 +211,7 @@ class Collector:
             request = self._request(group, call, inputs, base, z=False)
             self._store(group, call, row_statistics(attend_rows(inputs, request, index)))
             if call.layer == min(group.heads):
-                for name in group.names:
+                for name in group.names | ({"topk_index"} if "topk" in group.names else set()):
                     self._note_queries(name, call, index)
 
     def _note_queries(self, name: str, call: Call, index: Tensor) -> None:
@@ -248,7 +248,7 @@ class Collector:
         """Which query rows are no padding, or None when all are real."""
         if call.inputs.left is not None:
             return call.query_positions >= 0
-        lengths = self._query_lengths(call.layer)
+        lengths = self.query_lengths(call.layer)
         if call.inputs.query_start or bool((lengths == lengths.max()).all()):
             return None
         return call.query_positions < lengths.to(call.inputs.q.device)[:, None]
@@ -307,7 +307,7 @@ class Collector:
             return torch.arange(n, device=device).expand(batch, -1)
         left = torch.zeros(batch, dtype=torch.long, device=device)
         left = left if inputs.left is None else inputs.left.to(device)
-        lengths = self._query_lengths(call.layer).to(device)
+        lengths = self.query_lengths(call.layer).to(device)
         if isinstance(queries, str):
             if inputs.query_start:  # a decoding step: each of its rows predicts a generated token
                 return torch.arange(n, device=device).expand(batch, -1)
@@ -316,9 +316,23 @@ class Collector:
             return torch.empty(batch, 0, dtype=torch.long, device=device)
         return resolve_positions(queries, lengths, "queries") + left[:, None]
 
-    def _query_lengths(self, layer: int) -> Tensor:
-        encoder = self.spec.layers[layer].stack == "encoder" and self.encoder_lengths is not None
-        return self.encoder_lengths if encoder else self.lengths  # type: ignore[return-value]
+    def encoder_side(self, layer: int, keys: bool = False) -> bool:
+        """Whether a layer's queries (or keys) are the encoder's tokens in an encoder-decoder model."""
+        stack = self.spec.layers[layer].stack
+        return self.encoder_lengths is not None and (
+            stack == "encoder" or (keys and stack == "cross")
+        )
+
+    def query_lengths(self, layer: int, keys: bool = False) -> Tensor:
+        """Prompt lengths that positions of a layer's queries (or keys) count in."""
+        if self.encoder_side(layer, keys):
+            assert self.encoder_lengths is not None
+            return self.encoder_lengths
+        return self.lengths
+
+    def tensor_positions(self, name: str) -> tuple[int, ...] | None:
+        """Positions a kept tensor is wanted at; None for all."""
+        return self._tensor_items[name].positions
 
     def _store(self, group: _Group, call: Call, values: dict[str, Tensor]) -> None:
         start = 0
@@ -355,120 +369,29 @@ class Collector:
             heads = sorted({head // group for head in heads})
             kept.axis[layer] = tuple(heads)
             self.groups[layer] = group  # 1 where an edit has split the groups
-            if inputs is not None:  # the cache's keys were kept when they were new
-                value = (
-                    value[:, value.shape[1] - inputs.n_queries :] if inputs.query_start else value
-                )
+            if inputs is not None and inputs.query_start:
+                if self.spec.layers[layer].stack == "cross":
+                    return  # the encoder's, kept at the first step
+                value = value[
+                    :, value.shape[1] - inputs.n_queries :
+                ]  # the others were kept when new
         if heads != list(range(value.shape[2])):
             value = value[:, :, heads]
+        kept.parts.setdefault(layer, []).append(self._placed(name, layer, value))
+
+    def _placed(self, name: str, layer: int, value: Tensor) -> Tensor:
+        """The value where the plan wants it."""
         place = self._tensor_items[name].offload
         if place == "cpu":
-            value = value.detach().to("cpu")
-        elif isinstance(place, Path):
-            value = _mapped(place, name, layer, len(kept.parts.get(layer, ())), value)
-        else:
-            value = value.clone() if not value.requires_grad else value
-        kept.parts.setdefault(layer, []).append(value)
+            return value.detach().to("cpu")
+        if isinstance(place, Path):
+            step = len(self.tensors[name].parts.get(layer, ()))
+            return _mapped(place, name, layer, step, value)
+        return value if value.requires_grad else value.clone()
 
     def wants(self, name: str, layer: int) -> bool:
         """Whether the plan keeps this tensor of this layer."""
         return name in self.tensors and layer in self.tensors[name].heads
-
-    # -- afterwards ------------------------------------------------------------------------------------------
-
-    def finish(
-        self,
-    ) -> tuple[dict[int, Tensor], dict[str, dict[int, Tensor]], dict[str, dict[int, Tensor]]]:
-        """Rows, statistics and tensors per layer, with every axis in positions of the sequences.
-
-        Positions that a shorter sequence of the batch does not have hold NaN (−1 in index statistics, 0 along
-        key axes).
-        """
-        rows: dict[int, Tensor] = {}
-        if self.rows is not None:
-            for layer, parts in self.rows.parts.items():
-                every = self._rows_item is not None and self._rows_item.queries is None
-                joined = self._joined(parts, layer, query=2, key=3, move_query=every)
-                rows[layer] = self._blank(joined, 2, layer) if every else joined
-        statistics: dict[str, dict[int, Tensor]] = {}
-        for name, kept in self.statistics.items():
-            statistics[name] = {
-                layer: self._statistic(name, layer, parts) for layer, parts in kept.parts.items()
-            }
-        tensors: dict[str, dict[int, Tensor]] = {}
-        for name, kept in self.tensors.items():
-            tensors[name] = {
-                layer: self._tensor(name, layer, parts) for layer, parts in kept.parts.items()
-            }
-        return rows, statistics, tensors
-
-    def _statistic(self, name: str, layer: int, parts: list[Tensor]) -> Tensor:
-        if name == "block_map":
-            if len(parts) > 1 or self._left is not None:
-                raise PlanError(
-                    "block_map is for one forward pass; it cannot grow while generating"
-                )
-            return parts[0]
-        if name == "received":
-            width = max(part.shape[2] for part in parts)
-            grown = [torch.nn.functional.pad(part, (0, width - part.shape[2])) for part in parts]
-            return self._unpadded(torch.stack(grown).sum(0), 2)
-        queries = next(
-            group.queries for group in self._groups if name.removesuffix("_index") in group.names
-        )
-        joined = torch.cat(parts, 2)
-        if queries is not None:
-            return joined
-        return self._blank(self._unpadded(joined, 2), 2, layer)
-
-    def _tensor(self, name: str, layer: int, parts: list[Tensor]) -> Tensor:
-        if name == "pattern":
-            joined = self._joined(parts, layer, query=2, key=3, move_query=True)
-            return self._positions_of(name, self._blank(joined, 2, layer), 2, layer)
-        joined = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
-        return self._positions_of(name, self._blank(self._unpadded(joined, 1), 1, layer), 1, layer)
-
-    def _positions_of(self, name: str, value: Tensor, axis: int, layer: int) -> Tensor:
-        positions = self._tensor_items[name].positions
-        if positions is None:
-            return value
-        index = resolve_positions(positions, self._query_lengths(layer), "positions").to(
-            value.device
-        )
-        shape = [1] * value.dim()
-        shape[0], shape[axis] = index.shape
-        wanted = list(value.shape)
-        wanted[axis] = index.shape[1]
-        return value.gather(axis, index.view(shape).expand(wanted))
-
-    def _joined(
-        self, parts: list[Tensor], layer: int, query: int, key: int, move_query: bool
-    ) -> Tensor:
-        width = self._widths[layer]
-        grown = [torch.nn.functional.pad(part, (0, width - part.shape[key])) for part in parts]
-        joined = self._unpadded(torch.cat(grown, query), key, fill=0.0)
-        return self._unpadded(joined, query) if move_query else joined
-
-    def _unpadded(self, x: Tensor, axis: int, fill: float | None = None) -> Tensor:
-        """Moves each sequence to the front of the axis, where left padding had pushed it back."""
-        if self._left is None:
-            return x
-        n = x.shape[axis]
-        index = torch.arange(n, device=x.device) + self._left.to(x.device)[:, None]
-        shape = [x.shape[0] if at == 0 else n if at == axis else 1 for at in range(x.dim())]
-        moved = x.gather(axis, index.clamp(max=n - 1).view(shape).expand_as(x))
-        beyond = (index >= n).view(shape)
-        return moved.masked_fill(beyond, fill if fill is not None else _blank_of(x))
-
-    def _blank(self, x: Tensor, axis: int, layer: int) -> Tensor:
-        """Blanks the rows of right padding."""
-        lengths = self._query_lengths(layer).to(x.device)
-        if self._left is not None or bool((lengths == lengths.max()).all()):
-            return x
-        n = x.shape[axis]
-        shape = [x.shape[0] if at == 0 else n if at == axis else 1 for at in range(x.dim())]
-        beyond = (torch.arange(n, device=x.device) >= lengths[:, None]).view(shape)
-        return x.masked_fill(beyond, _blank_of(x))
 
 
 def resolve_positions(positions: object, lengths: Tensor, argument: str) -> Tensor:
@@ -544,10 +467,6 @@ def _at_positions(
     index = positions.clamp(0, values.shape[1] - 1)[..., None].expand(-1, -1, values.shape[2])
     known = (positions >= 0) & (positions < values.shape[1])
     return values.gather(1, index) * known[..., None]
-
-
-def _blank_of(x: Tensor) -> float:
-    return torch.nan if x.is_floating_point() else -1
 
 
 def _mapped(folder: Path, name: str, layer: int, step: int, value: Tensor) -> Tensor:

@@ -102,6 +102,8 @@ class BoundEdit:
         index = torch.tensor(heads, device=x.device)
         old = x[:, index]
         new = self.operation(old, Where(layer, heads, positions)).to(x.dtype)
+        if self.site == "scores":  # whatever the operation does, a hidden key stays hidden
+            new = new.expand_as(old).masked_fill(old == -torch.inf, -torch.inf)
         at = self._acts(positions, lengths)
         if at is not None:
             new = torch.where(at[:, None, :, None], new, old)
@@ -123,6 +125,10 @@ class BoundEdit:
 
 def bind(edit: Edit, model: Model) -> BoundEdit:
     """Check an edit against a model and make its operation ready."""
+    if not isinstance(edit, Edit):
+        raise PlanError(
+            f"model.edit takes hl.ablate(…), hl.scale(…), hl.patch(…) and the like, not {edit!r}"
+        )
     heads = parse_heads(edit.heads, model.spec)
     per_layer: dict[int, list[int]] = {}
     for head in heads:
@@ -238,6 +244,11 @@ def patch(
 
     def prepare(model: Model, bound: tuple[Head, ...]) -> Operation:
         values = _values_of(source, site, bound)
+        kept = source.query_positions.get(site)
+        if kept is not None and site == "pattern":
+            raise PlanError(
+                "a pattern kept for some positions cannot be patched in; keep all of it"
+            )
 
         def operation(x: Tensor, where: Where) -> Tensor:
             value = values[where.layer].to(x)
@@ -247,7 +258,7 @@ def patch(
                 )
             if site == "pattern":
                 return _same_shape(value, x, "pattern")
-            return _by_position(value, x, where)
+            return _by_position(value, kept, x, where)
 
         return operation
 
@@ -269,12 +280,18 @@ def _values_of(source: Trace, site: str, heads: tuple[Head, ...]) -> dict[int, T
     return {layer: torch.cat(parts, axis) for layer, parts in values.items()}
 
 
-def _by_position(value: Tensor, x: Tensor, where: Where) -> Tensor:
-    """Rows of ``value`` at the positions being run; positions it does not have keep ``x``."""
-    known = (where.positions >= 0) & (where.positions < value.shape[1])
-    index = where.positions.clamp(0, value.shape[1] - 1)[:, :, None, None]
-    picked = value.expand(x.shape[0], -1, -1, -1).gather(1, index.expand(-1, -1, *x.shape[2:]))
-    known = known[:, :, None, None] & ~picked.isnan()  # NaN: a shorter prompt of the source's batch
+def _by_position(value: Tensor, kept: Tensor | None, x: Tensor, where: Where) -> Tensor:
+    """Rows of ``value`` at the positions being run; positions it does not have keep ``x``.
+
+    ``kept`` names the positions of ``value``, where they are not simply all of them.
+    """
+    if kept is None:
+        kept = torch.arange(value.shape[1], device=x.device)[None]
+    match = where.positions[:, :, None] == kept.to(x.device)[:, None, :]  # [batch, run, kept]
+    index = match.int().argmax(-1)[:, :, None, None].expand(x.shape[0], -1, *x.shape[2:])
+    picked = value.expand(x.shape[0], -1, -1, -1).gather(1, index)
+    # NaN: a position that a shorter prompt of the source's batch does not have.
+    known = match.any(-1)[:, :, None, None] & ~picked.isnan()
     return torch.where(known, picked, x)
 
 
@@ -284,7 +301,7 @@ def _same_shape(value: Tensor, x: Tensor, site: str) -> Tensor:
             f"a {site} of {value.shape[-2]} × {value.shape[-1]} tokens cannot replace one of "
             f"{x.shape[-2]} × {x.shape[-1]}; use prompts of equal length"
         )
-    return value
+    return torch.where(value.isnan(), x, value)  # NaN: rows a shorter prompt does not have
 
 
 def _pool(model: Model, heads: tuple[Head, ...], site: Site, reference: Any) -> dict[int, Tensor]:

@@ -77,7 +77,13 @@ def _frame(trace: Trace, name: str, value: Tensor, axis: str) -> pd.DataFrame:
     if name in trace.query_positions:  # only some queries were kept
         positions = trace.query_positions[name].cpu().numpy()[index[0], index[3]]
         table[axis] = positions
-    real = positions < lengths[index[0]]
+    kept = np.array(
+        [
+            [head in trace.heads[name][layer] for head in trace.head_axis(name)]
+            for layer in trace.layers(name)
+        ]
+    )
+    real = (positions < lengths[index[0]]) & kept[index[1], index[2]]
     table["token"] = np.array(
         [
             trace.tokens[prompt][at] if ok else ""

@@ -117,6 +117,7 @@ class Seam:
                 self._depth -= 1
             return
         self._depth = 1
+        before = {layer: _ROUTES[layer] for layer in self._layers if layer in _ROUTES}
         hook = self._module.register_forward_pre_hook(self._before_forward, with_kwargs=True)
         try:
             with _implementation(self._module) as own:
@@ -127,6 +128,9 @@ class Seam:
             hook.remove()
             for layer in self._layers:
                 _ROUTES.pop(layer, None)
+            _ROUTES.update(
+                before
+            )  # of another wrapper of the same model, still open around this one
             self._depth = 0
             self._forward = _Forward()
 
@@ -173,7 +177,7 @@ class Seam:
             )
         stack = self._spec.layers[layer].stack
         n_query, n_key = query.shape[2], key.shape[2]
-        past = self._forward.past if stack == "decoder" else 0
+        past = 0 if stack == "encoder" else self._forward.past
         if stack == "decoder" and n_key > past + n_query:
             raise UnsupportedError(
                 "a cache of fixed size holds keys that do not exist yet; "

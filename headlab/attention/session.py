@@ -31,6 +31,7 @@ class Session:
         self._edits: tuple[BoundEdit, ...] = ()
         self._collector: Collector | None = None
         self._lengths: Tensor | None = None
+        self._encoder_lengths: Tensor | None = None
         self._results: dict[int, Any] = {}
         self._positions: dict[int, Tensor] = {}
 
@@ -41,12 +42,18 @@ class Session:
             yield
 
     @contextmanager
-    def running(self, lengths: Tensor, collector: Collector | None = None) -> Iterator[None]:
+    def running(
+        self,
+        lengths: Tensor,
+        collector: Collector | None = None,
+        encoder_lengths: Tensor | None = None,
+    ) -> Iterator[None]:
         """Run prompts of these lengths, capturing what the collector's plan names.
 
         Without edits and capture the seam stays closed, and the model runs exactly as it came, dropout off.
         """
-        with self._changed(lengths=lengths, collector=collector), evaluating(self._module):
+        changes = {"lengths": lengths, "collector": collector, "encoder_lengths": encoder_lengths}
+        with self._changed(**changes), evaluating(self._module):
             if collector is None:
                 yield
             else:
@@ -62,10 +69,10 @@ class Session:
     @contextmanager
     def _changed(self, **changes: Any) -> Iterator[None]:
         before = {name: getattr(self, f"_{name}") for name in changes}
-        for name, value in changes.items():
-            setattr(self, f"_{name}", value)
-        self._hook_results()
         try:
+            for name, value in changes.items():
+                setattr(self, f"_{name}", value)
+            self._hook_results()
             yield
         finally:
             for name, value in before.items():
@@ -89,6 +96,13 @@ class Session:
     def _at(self, layer: int, site: str) -> list[BoundEdit]:
         return [edit for edit in self._edits if edit.site == site and layer in edit.heads]
 
+    def _prompt_lengths(self, layer: int, site: str) -> Tensor | None:
+        """Lengths that positions of a site count in: keys of cross-attention are the encoder's."""
+        stack = self._spec.layers[layer].stack
+        if stack == "encoder" or (stack == "cross" and site in ("k", "v")):
+            return self._lengths if self._encoder_lengths is None else self._encoder_lengths
+        return self._lengths
+
     # -- inside the model ------------------------------------------------------------------------------------
 
     def _attend(self, call: Call) -> Tensor:
@@ -110,7 +124,8 @@ class Session:
         if z is None:
             z = call.z(inputs)
         for edit in self._at(layer, "z"):
-            z = edit.on_vectors(z, layer, call.query_positions, self._lengths)
+            lengths = self._prompt_lengths(layer, "z")
+            z = edit.on_vectors(z, layer, call.query_positions, lengths)
         if collector is not None:
             collector.take("z", layer, z)
         if layer in self._results:
@@ -131,7 +146,7 @@ class Session:
             if edits:
                 x = getattr(inputs, site).transpose(1, 2)
                 for edit in edits:
-                    x = edit.on_vectors(x, layer, positions, self._lengths)
+                    x = edit.on_vectors(x, layer, positions, self._prompt_lengths(layer, site))
                 changed[site] = x.transpose(1, 2)
         return replace(inputs, **changed) if changed else inputs
 
@@ -143,7 +158,8 @@ class Session:
         def edit_rows(rows: Tensor, query_index: Tensor) -> Tensor:
             positions = call.query_positions.gather(1, query_index)
             for edit in edits:
-                rows = edit.on_rows(rows, call.layer, positions, self._lengths)
+                lengths = self._prompt_lengths(call.layer, site)
+                rows = edit.on_rows(rows, call.layer, positions, lengths)
             return rows
 
         return edit_rows
@@ -160,7 +176,8 @@ class Session:
             if edits:
                 before = result
                 for edit in edits:
-                    result = edit.on_vectors(result, layer, self._positions[layer], self._lengths)
+                    lengths = self._prompt_lengths(layer, "result")
+                    result = edit.on_vectors(result, layer, self._positions[layer], lengths)
                 # Only the difference is added, so that heads left alone keep their bits.
                 output = output + (result - before).sum(2)
             if self._collector is not None:

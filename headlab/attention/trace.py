@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from jaxtyping import Float, Int
@@ -211,6 +211,8 @@ class Trace:
             "heads": {name: list(kept.items()) for name, kept in self.heads.items()},
             "labels": self.labels,
             "groups": list(self._groups.items()),
+            "statistics": list(self._statistics),
+            "tensors": list(self._tensors),
         }
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -236,40 +238,20 @@ class Trace:
         folder = Path(folder)
         try:
             about = json.loads((folder / "trace.json").read_text("utf-8"))
+            if about["format"] != _FORMAT:
+                raise OutputError(f"{folder} was written as {about['format']!r}, not {_FORMAT!r}")
             with safe_open(folder / "trace.safetensors", framework="pt") as file:
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        except (OSError, ValueError, SafetensorError) as error:
-            raise OutputError(f"{folder} holds no readable trace: {error}") from error
-        if about.get("format") != _FORMAT:
-            raise OutputError(f"{folder} was written as {about.get('format')!r}, not {_FORMAT!r}")
-        rows: dict[int, Tensor] = {}
-        queries: dict[str, Tensor] = {}
-        tables: dict[str, dict[str, dict[int, Tensor]]] = {"statistics": {}, "tensors": {}}
-        for key, value in tensors.items():
-            kind, *rest = key.split("/")
-            if kind == "queries":
-                queries[rest[0]] = value
-            elif kind == "rows":
-                rows[int(rest[0])] = value
-            elif kind in tables:
-                tables[kind].setdefault(rest[0], {})[int(rest[1])] = value
-        return Trace(
-            model=about["model"],
-            ids=tensors["ids"],
-            lengths=tensors["lengths"],
-            tokens=tuple(tuple(tokens) for tokens in about["tokens"]),
-            logits=tensors.get("logits"),
-            query_positions=queries,
-            heads={
-                name: {layer: tuple(heads) for layer, heads in kept}
-                for name, kept in about["heads"].items()
-            },
-            labels={name: tuple(labels) for name, labels in about["labels"].items()},
-            _rows=rows,
-            _statistics=tables["statistics"],
-            _tensors=tables["tensors"],
-            _groups=dict(about["groups"]),
-        )
+            return _rebuilt(about, tensors)
+        except (
+            OSError,
+            ValueError,
+            LookupError,
+            TypeError,
+            AttributeError,
+            SafetensorError,
+        ) as error:
+            raise OutputError(f"{folder} holds no readable trace: {error!r}") from error
 
     def __repr__(self) -> str:
         lines = [
@@ -278,15 +260,52 @@ class Trace:
             f"{', …' if len(self.lengths) > 8 else ''} tokens"
         ]
         if self._rows:
-            lines.append(f"  rows {list(self.rows.shape)} [batch, layer, head, query, key]")
-        for name in self.statistics:
-            lines.append(f"  statistic {name!r} {list(self.statistic(name).shape)}")
+            lines.append(f"  rows [batch, head, query, key] {_shapes(self._rows)}")
+        for name, kept in self._statistics.items():
+            lines.append(f"  statistic {name!r} {_shapes(kept)}")
         for name, kept in self._tensors.items():
-            shape = list(next(iter(kept.values())).shape)
-            lines.append(f"  tensor {name!r} {shape} in {len(kept)} layer(s)")
+            lines.append(f"  tensor {name!r} {_shapes(kept)}")
         if self.logits is not None:
             lines.append(f"  logits {list(self.logits.shape)}")
         return "\n".join(lines)
+
+
+def _rebuilt(about: dict[str, Any], tensors: dict[str, Tensor]) -> Trace:
+    rows: dict[int, Tensor] = {}
+    queries: dict[str, Tensor] = {}
+    tables: dict[str, dict[str, dict[int, Tensor]]] = {
+        kind: {name: {} for name in about[kind]} for kind in ("statistics", "tensors")
+    }
+    for key, value in tensors.items():
+        kind, *rest = key.split("/")
+        if kind == "queries":
+            queries[rest[0]] = value
+        elif kind == "rows":
+            rows[int(rest[0])] = value
+        elif kind in tables:
+            tables[kind][rest[0]][int(rest[1])] = value
+    return Trace(
+        model=about["model"],
+        ids=tensors["ids"],
+        lengths=tensors["lengths"],
+        tokens=tuple(tuple(tokens) for tokens in about["tokens"]),
+        logits=tensors.get("logits"),
+        query_positions=queries,
+        heads={
+            name: {layer: tuple(heads) for layer, heads in kept}
+            for name, kept in about["heads"].items()
+        },
+        labels={name: tuple(labels) for name, labels in about["labels"].items()},
+        _rows=rows,
+        _statistics=tables["statistics"],
+        _tensors=tables["tensors"],
+        _groups=dict(about["groups"]),
+    )
+
+
+def _shapes(per_layer: dict[int, Tensor]) -> str:
+    shapes = dict.fromkeys(str(list(value.shape)) for value in per_layer.values())
+    return f"{' or '.join(shapes)} in {len(per_layer)} layer(s)"
 
 
 def _spread(value: Tensor, heads: tuple[int, ...], every: list[int], axis: int) -> Tensor:

@@ -26,6 +26,7 @@ BLOCK_BYTES = 4 << 20
 
 _HIDDEN = -1e30  # finite, so that 0 · hidden is 0 where −inf would give NaN
 _RUN = 64
+_NEARBY = 16
 
 
 def attend(
@@ -345,14 +346,20 @@ def _statistics(
 
 
 def _distance(inputs: AttentionInputs, block: _Block) -> Tensor:
-    """Σ_k e |q − k|, [batch, head, row, 1]; counted from the block's first row, which keeps it precise."""
+    """Σ_k e |q − k|, [batch, head, row, 1]."""
     weight, device = block.weight, block.weight.device
-    origin = block.start + inputs.diagonal
-    keys = (torch.arange(block.low, block.high, device=device) - origin).to(weight)
-    rows = torch.arange(block.stop - block.start, device=device).to(weight)[:, None]
-    if inputs.mask is None and inputs.causal:
-        return rows * block.own - weight @ keys[:, None]
-    return (weight * (rows - keys).abs()).sum(-1, keepdim=True)
+    keys = torch.arange(block.low, block.high, device=device)
+    rows = torch.arange(block.start, block.stop, device=device) + inputs.diagonal
+    if inputs.mask is not None or not inputs.causal:
+        return (weight * (rows[:, None] - keys).abs()).sum(-1, keepdim=True)
+    parts = []
+    # Counted from a row nearby: far from its origin, r·Σe − Σe·k would lose a local head's few tokens.
+    for start in range(0, len(rows), _NEARBY):
+        near = slice(start, start + _NEARBY)
+        offset = (rows[near] - rows[start]).to(weight)[:, None]
+        away = (keys - rows[start]).to(weight)[:, None]
+        parts.append(offset * block.own[..., near, :] - weight[..., near, :] @ away)
+    return torch.cat(parts, -2)
 
 
 def _lag_masses(inputs: AttentionInputs, request: Request, block: _Block) -> dict[str, Tensor]:

@@ -70,7 +70,9 @@ def lse(rows: Rows) -> Float[Tensor, "batch head row"]:
 
 def entropy(rows: Rows) -> Float[Tensor, "batch head row"]:
     """Shannon entropy over the keys, −Σ p ln p, in nats; 0·ln 0 = 0."""
-    return -torch.special.xlogy(rows.pattern, rows.pattern).sum(-1)
+    # A clamped logarithm gives 0·ln 0 = 0 in value and in gradient alike.
+    smallest = torch.finfo(rows.pattern.dtype).tiny
+    return -(rows.pattern * rows.pattern.clamp(min=smallest).log()).sum(-1)
 
 
 def maximum(rows: Rows) -> Float[Tensor, "batch head row"]:
