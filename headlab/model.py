@@ -6,8 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from inspect import signature
-from operator import index
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Float, Int
@@ -22,9 +21,7 @@ from headlab.attention.session import Session
 from headlab.attention.trace import Trace
 from headlab.errors import PlanError, PromptError, UnsupportedError
 from headlab.models import HeadWeights, ModelSpec, open_model
-
-#: Text, token ids, or a batch of either; a LongTensor [batch, position] holds −1 beyond a prompt's end.
-Prompt: TypeAlias = "str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]] | Tensor"
+from headlab.prompts import Prompt, Prompts, aligned, lengths_of
 
 
 def load(
@@ -107,6 +104,7 @@ class Model:
         self.spec: ModelSpec
         self.spec, self._layers = measure(module, name)
         self.weights = HeadWeights(module, self._layers, self.spec)
+        self._prompts = Prompts(tokenizer, self.spec)
         self._session = Session(module, self._layers, self.spec, self.weights)
 
     @property
@@ -139,74 +137,15 @@ class Model:
         Raises:
             PromptError: A prompt is empty, is longer than the model's context, or holds ids that do not exist.
         """
-        if isinstance(prompt, Tensor):
-            if prompt.dtype not in _INTEGERS:
-                raise PromptError(f"token ids are whole numbers, not {prompt.dtype}")
-            ids = prompt.to(self.device, torch.long)
-            ids = ids[None] if ids.dim() == 1 else ids
-        else:
-            ids = self._padded(self._id_lists(prompt))
-        return self._checked(ids if limit is None else ids[:, :limit])
-
-    def _id_lists(self, prompt: Any) -> list[list[int]]:
-        if isinstance(prompt, str):
-            return [self._encode(prompt)]
-        if not isinstance(prompt, Sequence) or len(prompt) == 0:
-            raise PromptError(
-                f"a prompt is text, token ids or a list of either, not {prompt!r:.60}"
-            )
-        if all(isinstance(part, str) for part in prompt):
-            return [self._encode(text) for text in prompt]
-        if not any(isinstance(part, Sequence | str) for part in prompt):
-            return [_whole_numbers(prompt)]
-        if all(isinstance(part, Sequence) and not isinstance(part, str) for part in prompt):
-            return [_whole_numbers(part) for part in prompt]
-        raise PromptError("a batch of prompts must be all text or all token ids")
-
-    def _encode(self, text: str) -> list[int]:
-        if not text.strip():
-            raise PromptError("the text is empty; give at least one word")
-        return list(self._tokenizer()(text, verbose=False)["input_ids"])
-
-    def _tokenizer(self) -> Any:
-        if self.tokenizer is None:
-            raise PromptError(
-                f"{self.name} came without a tokenizer; pass token ids, or load it with tokenizer="
-            )
-        return self.tokenizer
-
-    def _padded(self, lists: list[list[int]]) -> Tensor:
-        ids = torch.full((len(lists), max(len(part) for part in lists)), -1)
-        for row, part in enumerate(lists):
-            ids[row, : len(part)] = torch.tensor(part, dtype=torch.long)
-        return ids.to(self.device)
-
-    def _checked(self, ids: Tensor) -> Tensor:
-        if ids.dim() != 2 or ids.numel() == 0 or not bool((ids >= 0).any(1).all()):
-            raise PromptError("a prompt is empty; give at least one token")
-        if int(ids.max()) >= self.spec.n_vocab or int(ids.min()) < -1:
-            raise PromptError(
-                f"token ids must lie in 0–{self.spec.n_vocab - 1}, or be −1 beyond a prompt's end"
-            )
-        ids = _aligned(ids, "right")[:, : int(_lengths(ids).max())]
-        limit = self.spec.max_context
-        if limit is not None and ids.shape[1] > limit:
-            raise PromptError(
-                f"the prompt has {ids.shape[1]} tokens, but {self.name} has a context of {limit}; shorten it"
-            )
-        return ids
+        return self._prompts.encode(prompt, limit).to(self.device)
 
     def text(self, ids: Tensor | Sequence[int], *, special: bool = True) -> str:
         """Text of token ids, with or without special tokens; −1 is left out."""
-        kept = [int(i) for i in torch.as_tensor(ids).flatten() if int(i) >= 0]
-        return str(self._tokenizer().decode(kept, skip_special_tokens=not special))
+        return self._prompts.decode(ids, special=special)
 
     def token_texts(self, ids: Tensor) -> tuple[tuple[str, ...], ...]:
-        """Each token as text, per prompt."""
-        rows = [[int(i) for i in row if int(i) >= 0] for row in ids]
-        if self.tokenizer is None:
-            return tuple(tuple(str(i) for i in row) for row in rows)
-        return tuple(tuple(self.tokenizer.decode([i]) for i in row) for row in rows)
+        """Each token as text, per prompt; the ids themselves where there is no tokenizer."""
+        return self._prompts.token_texts(ids)
 
     # -- running ---------------------------------------------------------------------------------------------
 
@@ -235,14 +174,14 @@ class Model:
         plan = keep if isinstance(keep, Sequence) else [keep]
         ids = self.tokens(prompt)
         arguments = self._arguments(ids)
-        lengths, shown, encoder_lengths = _lengths(ids), ids, None
+        lengths, shown, encoder_lengths = lengths_of(ids), ids, None
         if self.module.config.is_encoder_decoder:
             encoder_lengths, shown = lengths, self._decoder_ids(decoder, len(ids))
             if len(shown) != len(ids):
                 raise PromptError(
                     f"decoder= has {len(shown)} prompts, the encoder's side {len(ids)}"
                 )
-            lengths = _lengths(shown)
+            lengths = lengths_of(shown)
             arguments |= self._decoder_arguments(shown)
         elif decoder is not None:
             raise PromptError(
@@ -306,13 +245,13 @@ class Model:
         ids = self.tokens(prompt)
         self._check_room(ids, max_new_tokens)
         plan = keep if isinstance(keep, Sequence) else [keep]
-        encoder_lengths, lengths = None, _lengths(ids)
+        encoder_lengths, lengths = None, lengths_of(ids)
         if self.module.config.is_encoder_decoder:
             encoder_lengths, lengths = (
                 lengths,
                 torch.ones_like(lengths),
             )  # the decoder's start token
-        arguments = self._arguments(ids if encoder_lengths is not None else _aligned(ids, "left"))
+        arguments = self._arguments(ids if encoder_lengths is not None else aligned(ids, "left"))
         collector = Collector(plan, self.spec, lengths, encoder_lengths)
         if stop is not None:
             own = self.module.generation_config.eos_token_id
@@ -338,8 +277,8 @@ class Model:
         )
         trace = None
         if plan:
-            joined = _aligned(torch.cat([prompts, new], 1), "right")
-            run = _lengths(joined) - 1  # the last new token of each was never run
+            joined = aligned(torch.cat([prompts, new], 1), "right")
+            run = lengths_of(joined) - 1  # the last new token of each was never run
             places = torch.arange(joined.shape[1] - 1, device=ids.device)
             shown = joined[:, :-1].masked_fill(places >= run[:, None], -1)
             trace = self._trace(collector, shown, run, None)
@@ -427,28 +366,6 @@ class Model:
             _tensors=captured.tensors,
             _groups=collector.groups,
         )
-
-
-_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
-
-
-def _whole_numbers(ids: Sequence[Any]) -> list[int]:
-    if any(isinstance(i, bool) or not hasattr(i, "__index__") for i in ids):
-        raise PromptError(f"token ids are whole numbers, not {ids!r:.60}")
-    return [index(i) for i in ids]
-
-
-def _lengths(ids: Tensor) -> Tensor:
-    return (ids >= 0).sum(1)
-
-
-def _aligned(ids: Tensor, padding: Literal["left", "right"]) -> Tensor:
-    """The same prompts with all their padding (−1) on one side."""
-    real = ids >= 0
-    if bool(real.all()):
-        return ids
-    order = torch.argsort(real.long(), dim=1, descending=padding == "right", stable=True)
-    return ids.gather(1, order)
 
 
 def _by_position(logits: Tensor, lengths: Tensor, last: bool) -> Tensor:

@@ -57,13 +57,23 @@ def execute(notebook: NotebookNode, timeout: int) -> None:
             # ipykernel warns that local traffic is not encrypted; only errors belong in this output.
             extra_arguments=["--IPKernelApp.log_level=40"],
         )
-        # A user's IPython profile must not decide whether a notebook runs.
-        client.execute(cwd=str(work), env=os.environ | {"IPYTHONDIR": str(profile)})
+        client.execute(cwd=str(work), env=_environment(profile))
     # Only what a reader's Jupyter needs: not the machine's Python release.
     notebook.metadata = NotebookNode(
         kernelspec={"display_name": "Python 3", "language": "python", "name": "python3"},
         language_info={"name": "python"},
     )
+
+
+def _environment(profile: Path) -> dict[str, str]:
+    # tqdm, which transformers imports, tells every notebook of an environment without widgets to install them.
+    hidden = "ignore:IProgress not found"
+    others = os.environ.get("PYTHONWARNINGS", "")
+    return os.environ | {
+        # A user's IPython profile must not decide whether a notebook runs.
+        "IPYTHONDIR": str(profile),
+        "PYTHONWARNINGS": f"{others},{hidden}" if others else hidden,
+    }
 
 
 def write(notebook: NotebookNode, path: Path) -> None:

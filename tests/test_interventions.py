@@ -221,7 +221,8 @@ def row_cases(site: str) -> dict[str, Case]:
         causal = torch.zeros(N, N).masked_fill(torch.ones(N, N).triu(1) > 0, -torch.inf)
         ramp = causal + key
         cases["replace"] = Case(
-            lambda **o: hl.replace(HEADS, ramp, **o), lambda x, *_: ramp.expand_as(x)
+            lambda **o: hl.replace(HEADS, ramp, **o),
+            lambda x, *_: ramp.expand_as(x).masked_fill(x == -torch.inf, -torch.inf),
         )
     return cases
 
@@ -303,7 +304,10 @@ def test_a_reference_may_be_text(lab: Lab) -> None:
 def test_resampling_puts_in_values_of_one_reference_position_for_every_head_and_layer(
     lab: Lab, hand: Lab, site: str
 ) -> None:
-    model, ids, reference = lab("llama"), ids_of(N), ragged((9, 6), seed=4)
+    model, ids = lab("llama"), ids_of(N)
+    # Distinct tokens: values of the first layer's v depend on the token alone.
+    reference = torch.arange(5, 23).view(2, 9).clone()
+    reference[1, 6:] = -1
     values = hand("llama").values(site, reference)
     pool = [value[reference >= 0] for value in values]  # [position, head, width]
     edit = hl.ablate(HEADS, "resample", site=site, reference=reference, seed=5)

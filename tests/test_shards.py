@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from copy import deepcopy
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -18,10 +19,11 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from tiny_models import build, tiny_tokenizer
 
 import headlab as hl
 from headlab import planted
-from headlab.errors import OutputError
+from headlab.errors import HeadlabError, OutputError
 from headlab.roles.retrieval import Retrieval
 from headlab.roles.shards import Shards
 
@@ -140,6 +142,30 @@ def test_a_report_of_one_role_as_a_list(tmp_path: Path):
     assert made.scores.names == ("induction",)
     assert made.claims == {"induction": ["L2H1"]}
     assert hl.Report.read(tmp_path / "deep" / "er").claims == made.claims
+
+
+def test_a_report_of_a_model_with_a_short_context(tmp_path: Path):
+    live = hl.load(build("llama", max_position_embeddings=48), tokenizer=tiny_tokenizer())
+    made = report(tmp_path, model=live, roles="induction,sink")
+    assert made.scores.frame["score"].notna().all()
+    assert made.checks["difference within rounding"] is True
+
+
+def test_a_report_needs_a_tokenizer_and_says_so_before_any_work(tmp_path: Path):
+    told: list[str] = []
+    with pytest.raises(HeadlabError, match="tokenizer"):
+        report(tmp_path, model=hl.load(build("llama")), roles="induction", tell=told.append)
+    assert told == []
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_a_report_in_another_precision_claims_the_same_and_passes_its_checks(dtype: torch.dtype):
+    made = planted_model()
+    live = hl.load(deepcopy(made.module).to(dtype), tokenizer=made.tokenizer)
+    done = report(None, model=live, roles="previous_token,induction,sink")
+    assert {head: role for role, heads in done.claims.items() for head in heads} == made.truth
+    assert done.checks["difference within rounding"] is True
+    assert done.checks["outputs bit-equal after capture"] is True
 
 
 ORDERS = {

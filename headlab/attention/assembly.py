@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from headlab.attention.collector import Collector, resolve_positions
+from headlab.attention.collector import Collector
+from headlab.attention.positions import resolve_positions
 from headlab.errors import PlanError
 
 

@@ -14,7 +14,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from headlab.attention.keep import Keep, KeepRows, KeepStatistics, KeepTensors, SpanLike
+from headlab.attention.keep import Keep, KeepRows, KeepStatistics, KeepTensors
+from headlab.attention.positions import (
+    at_positions,
+    is_flat,
+    membership,
+    per_key,
+    resolve_positions,
+)
 from headlab.attention.seam import Call
 from headlab.errors import OutputError, PlanError
 from headlab.kernels import ENGINES, AttentionInputs, Request, RowEdit
@@ -266,7 +273,7 @@ class Collector:
                 columns.append(self._members(item, call))
             else:
                 assert item.x is not None
-                columns.append(_at_positions(_per_key(item.x), positions, "x"))
+                columns.append(at_positions(per_key(item.x), positions, "x"))
         if not columns:
             return None
         dtype = torch.promote_types(call.inputs.q.dtype, torch.float32)
@@ -277,7 +284,7 @@ class Collector:
         assert item.segments is not None
         positions = call.key_positions
         return torch.stack(
-            [_member(name, span, positions) for name, span in item.segments.items()], -1
+            [membership(name, span, positions) for name, span in item.segments.items()], -1
         )
 
     def _targets(
@@ -344,7 +351,7 @@ class Collector:
                     name, feature.shape[-1] - start
                 )
                 part = feature[..., start : start + width]
-                single = name == "first_mass" or (name == "feature" and _is_flat(item.x))
+                single = name == "first_mass" or (name == "feature" and is_flat(item.x))
                 values[name] = part[..., 0] if single else part
                 start += width
         inputs = call.inputs
@@ -394,79 +401,8 @@ class Collector:
         return name in self.tensors and layer in self.tensors[name].heads
 
 
-def resolve_positions(positions: object, lengths: Tensor, argument: str) -> Tensor:
-    """Positions [batch, n] of each sequence; negative ones count from its end.
-
-    Raises:
-        PlanError: A position lies outside a sequence.
-    """
-    wanted = torch.as_tensor(positions, dtype=torch.long, device=lengths.device)
-    if wanted.dim() == 1:
-        wanted = wanted.expand(len(lengths), -1)
-    if wanted.dim() != 2 or wanted.shape[0] != len(lengths):
-        raise PlanError(
-            f"{argument} must be a list of positions or [batch, n] for {len(lengths)} prompts, "
-            f"not of shape {list(wanted.shape)}"
-        )
-    resolved = torch.where(wanted < 0, wanted + lengths[:, None], wanted)
-    wrong = (resolved < 0) | (resolved >= lengths[:, None])
-    if bool(wrong.any()):
-        prompt, at = (int(i) for i in wrong.nonzero()[0])
-        raise PlanError(
-            f"{argument} names position {int(wanted[prompt, at])}, but prompt {prompt} has "
-            f"{int(lengths[prompt])} tokens"
-        )
-    return resolved
-
-
 def _request(base: Request, **changes: object) -> Request:
     return replace(base, **changes)  # type: ignore[arg-type]  # checked by the dataclass's users
-
-
-def _member(name: str, span: SpanLike, positions: Tensor) -> Tensor:
-    if isinstance(span, Tensor):
-        member = span.to(positions.device, torch.bool)
-        member = member if member.dim() == 2 else member.expand(positions.shape[0], -1)
-        return (
-            _at_positions(member[..., None], positions, f"segment {name!r}", missing=0)[..., 0] > 0
-        )
-    spans = torch.as_tensor(span, device=positions.device)
-    if spans.dim() == 1:
-        spans = spans.expand(positions.shape[0], -1)
-    if spans.shape != (positions.shape[0], 2) or bool((spans[:, 0] >= spans[:, 1]).any()):
-        raise PlanError(
-            f"segment {name!r} must be a span (start, stop) with start < stop, or one per prompt, not {span!r}"
-        )
-    return (positions >= spans[:, :1]) & (positions < spans[:, 1:])
-
-
-def _is_flat(x: Tensor | None) -> bool:
-    return x is not None and x.dim() == 1
-
-
-def _per_key(x: Tensor) -> Tensor:
-    """[batch, key, feature] of [key], [key, feature] or [batch, key, feature]."""
-    if x.dim() == 1:
-        return x[None, :, None]
-    if x.dim() == 2:
-        return x[None]
-    if x.dim() == 3:
-        return x
-    raise PlanError(f"x must be [key], [key, n] or [batch, key, n], not of shape {list(x.shape)}")
-
-
-def _at_positions(
-    values: Tensor, positions: Tensor, what: str, missing: float | None = None
-) -> Tensor:
-    """Values [batch, position, n] at key positions [batch, key]; 0 in padding."""
-    values = values.to(positions.device).expand(positions.shape[0], -1, -1)
-    if missing is None and int(positions.max()) >= values.shape[1]:
-        raise PlanError(
-            f"{what} has {values.shape[1]} keys, but the sequence has {int(positions.max()) + 1}"
-        )
-    index = positions.clamp(0, values.shape[1] - 1)[..., None].expand(-1, -1, values.shape[2])
-    known = (positions >= 0) & (positions < values.shape[1])
-    return values.gather(1, index) * known[..., None]
 
 
 def _mapped(folder: Path, name: str, layer: int, step: int, value: Tensor) -> Tensor:

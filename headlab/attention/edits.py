@@ -208,7 +208,7 @@ def add(
 def replace(
     heads: HeadsLike, value: Tensor, site: Site = "z", *, positions: Sequence[int] | None = None
 ) -> Edit:
-    """Put a value in place, broadcast as in :func:`add`."""
+    """Put a value in place, broadcast as in :func:`add`; at scores, hidden keys stay hidden."""
     return Edit(
         heads, site, lambda *_: lambda x, where: value.to(x).expand_as(x), _tuple(positions)
     )
@@ -309,9 +309,9 @@ def _pool(model: Model, heads: tuple[Head, ...], site: Site, reference: Any) -> 
     from headlab.attention import keep
 
     trace = model.trace(reference, keep=[keep.tensors(site, heads=heads)], logits="none")
-    real = torch.arange(trace.n_positions, device=trace.lengths.device) < trace.lengths[:, None]
     values = _values_of(trace, site, heads)
-    return {layer: value[real.to(value.device)] for layer, value in values.items()}
+    # NaN: positions that a shorter prompt does not have.
+    return {layer: value[~value.flatten(2).isnan().any(-1)] for layer, value in values.items()}
 
 
 def _resampler(pool: dict[int, Tensor], seed: int) -> Operation:

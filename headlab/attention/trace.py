@@ -260,7 +260,7 @@ class Trace:
             f"{', …' if len(self.lengths) > 8 else ''} tokens"
         ]
         if self._rows:
-            lines.append(f"  rows [batch, head, query, key] {_shapes(self._rows)}")
+            lines.append(f"  rows {_shapes(self._rows)} [batch, layer, head, query, key]")
         for name, kept in self._statistics.items():
             lines.append(f"  statistic {name!r} {_shapes(kept)}")
         for name, kept in self._tensors.items():
@@ -304,8 +304,11 @@ def _rebuilt(about: dict[str, Any], tensors: dict[str, Tensor]) -> Trace:
 
 
 def _shapes(per_layer: dict[int, Tensor]) -> str:
-    shapes = dict.fromkeys(str(list(value.shape)) for value in per_layer.values())
-    return f"{' or '.join(shapes)} in {len(per_layer)} layer(s)"
+    shapes = list(dict.fromkeys(tuple(value.shape) for value in per_layer.values()))
+    if len(shapes) == 1:
+        batch, *rest = shapes[0]
+        return str([batch, len(per_layer), *rest])
+    return f"{' or '.join(str(list(shape)) for shape in shapes)} in {len(per_layer)} layers"
 
 
 def _spread(value: Tensor, heads: tuple[int, ...], every: list[int], axis: int) -> Tensor:
