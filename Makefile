@@ -25,12 +25,12 @@ PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 $(RUN) pip
 .DELETE_ON_ERROR:
 MAKEFLAGS += --no-builtin-rules
 
-.PHONY: help install dev report test lint format bench notebooks wheel clean distclean
+.PHONY: help install dev report test test-oldest lint format bench notebooks wheel clean distclean
 
 help: ## list the targets
 	@echo "headlab: find out what each attention head of a language model does, and how we know"
 	@echo
-	@awk -F ':[^#]*## ' '/^[a-z]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':[^#]*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
 	@echo
 	@echo "The head of the Makefile lists the variables, such as PYTHON, TORCH and MODEL."
 
@@ -47,6 +47,13 @@ test: lint ## check style and types, then run every test, slow ones and browser 
 	  HEADLAB_NO_BROWSER=1; export HEADLAB_NO_BROWSER; \
 	fi; \
 	$(RUN) pytest -rs --durations=10 $(ARGS)
+
+# The oldest supported transformers lies beside the newest, and comes first on the path. GPT-J and CodeGen reached the
+# attention interface in 5.24 and T5 shortly before; Gemma 2's own SDPA path ignored its soft cap until then.
+OLDEST := transformers==5.18.0
+test-oldest: .venv/.oldest ## run the tests of capture and generation with the oldest supported transformers
+	PYTHONPATH=.venv/oldest $(RUN) pytest -rs tests/test_capture.py tests/test_generate.py tests/test_seam.py \
+	  -k "not gptj and not codegen and not t5 and not gemma2" $(ARGS)
 
 lint: .venv/.dev ## check style (ruff) and types (mypy)
 	$(RUN) ruff check .
@@ -99,4 +106,8 @@ distclean: clean ## clean, and remove .venv and dist/ too
 
 .venv/.dev: .venv/.installed
 	$(PIP) install -e ".[dev,lens]"
+	@touch $@
+
+.venv/.oldest: .venv/.dev
+	$(PIP) install --no-deps --target .venv/oldest $(OLDEST)
 	@touch $@
