@@ -69,11 +69,17 @@ def _environment(profile: Path) -> dict[str, str]:
     # tqdm, which transformers imports, tells every notebook of an environment without widgets to install them.
     hidden = "ignore:IProgress not found"
     others = os.environ.get("PYTHONWARNINGS", "")
-    return os.environ | {
-        # A user's IPython profile must not decide whether a notebook runs.
-        "IPYTHONDIR": str(profile),
-        "PYTHONWARNINGS": f"{others},{hidden}" if others else hidden,
-    }
+    # Threads that wait by spinning make a run several times slower where other work shares the cores.
+    patient = {"OMP_WAIT_POLICY": "PASSIVE"}
+    return (
+        patient
+        | dict(os.environ)
+        | {
+            # A user's IPython profile must not decide whether a notebook runs.
+            "IPYTHONDIR": str(profile),
+            "PYTHONWARNINGS": f"{others},{hidden}" if others else hidden,
+        }
+    )
 
 
 def write(notebook: NotebookNode, path: Path) -> None:

@@ -181,9 +181,8 @@ def only_json(text: str) -> Any:
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folders of small models: ``tiny``, ``planted``, ``bloom``, ``bart``, ``mute``, ``short``, ``cut``."""
+    from real_model import planted_llama
     from tiny_models import build, tiny_tokenizer
-
-    from headlab import planted
 
     root = tmp_path_factory.mktemp("models")
     for name, family in (("tiny", "llama"), ("bloom", "bloom"), ("bart", "bart")):
@@ -195,10 +194,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copytree(root / "tiny", root / "cut")
     weights = root / "cut" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:5000])
-    heads = {"L0H2": "sink", "L1H0": "previous_token", "L2H1": "induction"}
-    made = planted.model("llama", heads, distractors=4, max_context=160)
-    made.module.save_pretrained(root / "planted")
-    made.tokenizer.save_pretrained(root / "planted")
+    planted_llama().module.save_pretrained(root / "planted")
+    planted_llama().tokenizer.save_pretrained(root / "planted")
     return root
 
 

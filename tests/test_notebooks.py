@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import sys
@@ -24,9 +23,7 @@ MACHINE_PATH = re.compile(
 
 def run(*arguments: object) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(FOLDER / "run.py"), *map(str, arguments)]
-    # One thread, as in conftest: on a shared machine several wait for each other.
-    env = os.environ | {"OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, capture_output=True, text=True, check=False, env=env)
+    return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
 def code_cells(path: Path) -> list[Any]:

@@ -3,24 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import pytest
 import torch
-from real_model import smollm2
+from real_model import PLANTED_HEADS as HEADS
+from real_model import planted_llama, planted_model, smollm2
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 import headlab as hl
 from headlab import planted
 
 PROBED = ("previous_token", "duplicate_token", "induction", "sink")
-HEADS = {
-    "L0H2": "sink",
-    "L1H0": "previous_token",
-    "L1H3": "duplicate_token",
-    "L2H1": "induction",
-}
 #: Twice as many, of every role two or more, and in other places.
 MORE = {
     "L0H0": "previous_token",
@@ -45,11 +39,6 @@ LAYOUTS = [
 
 def opened(model: planted.Planted) -> hl.Model:
     return hl.load(model.module, tokenizer=model.tokenizer)
-
-
-@cache
-def default() -> planted.Planted:
-    return planted.model("llama", HEADS, distractors=6, max_context=160)
 
 
 def claims(scores: hl.Scores) -> dict[str, str]:
@@ -85,22 +74,22 @@ def test_exactly_the_planted_heads_are_claimed(
     ],
 )
 def test_a_head_whose_qk_circuit_is_scrambled_is_not_claimed(head: str, gone: set[str]):
-    model = planted.scramble(default(), head, part="qk")
+    model = planted.scramble(planted_llama(), head, part="qk")
     wanted = {name: role for name, role in HEADS.items() if name not in gone}
     assert model.truth == wanted
     assert claims(hl.score(opened(model), roles=PROBED, n_prompts=12)) == wanted
 
 
 def test_a_scrambled_previous_token_output_takes_the_induction_head_along():
-    model = planted.scramble(default(), "L1H0", part="ov")
+    model = planted.scramble(planted_llama(), "L1H0", part="ov")
     wanted = {name: role for name, role in HEADS.items() if name != "L2H1"}
     assert claims(hl.score(opened(model), roles=PROBED, n_prompts=12)) == wanted
 
 
 def test_a_planted_induction_head_copies_and_one_with_a_scrambled_output_does_not():
-    scores = hl.score(opened(default()), roles="copying")
+    scores = hl.score(planted_model(), roles="copying")
     assert scores.claimed("copying") == ["L2H1"]
-    broken = planted.scramble(default(), "L2H1", part="ov")
+    broken = planted.scramble(planted_llama(), "L2H1", part="ov")
     scores = hl.score(opened(broken), roles="copying")
     assert scores.claimed("copying") == []
     row = scores.frame.set_index(["layer", "head"]).loc[(2, 1)]
@@ -115,7 +104,7 @@ def test_a_model_with_nothing_planted_gets_no_claims():
 
 def test_batches_of_another_size_give_the_same_scores():
     """n_prompts that no batch divides: the last, smaller batch is neither lost nor counted twice."""
-    model = opened(default())
+    model = planted_model()
     whole = hl.score(model, roles=PROBED, n_prompts=13)
     assert (whole.frame["n"] == 13).all()
     assert claims(whole) == HEADS

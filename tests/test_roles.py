@@ -15,12 +15,11 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from real_model import eager_smollm2, smollm2
+from real_model import eager_smollm2, planted_model, smollm2
 from test_reference import REFERENCE
 from tiny_models import build, tiny_tokenizer
 
 import headlab as hl
-from headlab import planted
 from headlab.errors import HeadlabError, UnsupportedError
 from headlab.planted.words import tokenizer as planted_tokenizer
 from headlab.roles import ROLES, Measurement, Probing, Role, RoleError, RoleInfo, register
@@ -62,18 +61,6 @@ def haystack(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @cache
 def tiny(family: str, **changes: Any) -> hl.Model:
     return hl.load(build(family, **changes), tokenizer=tiny_tokenizer())
-
-
-@cache
-def with_planted_heads() -> hl.Model:
-    heads = {
-        "L0H2": "sink",
-        "L1H0": "previous_token",
-        "L1H3": "duplicate_token",
-        "L2H1": "induction",
-    }
-    model = planted.model("llama", heads, distractors=4, max_context=160)
-    return hl.load(model.module, tokenizer=model.tokenizer)
 
 
 # -- retrieval: the score, by hand ---------------------------------------------------------------
@@ -298,6 +285,7 @@ def greedy_with_eager_attention(ids: tuple[int, ...], steps: int) -> tuple[list[
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*past_key_values:FutureWarning")
 @pytest.mark.parametrize("at", [0, 1])
 def test_fast_generation_measures_what_step_by_step_eager_decoding_does(at: int):
     model = smollm2()
@@ -620,7 +608,7 @@ def test_long_range_needs_a_window_and_a_context_that_reach_far(haystack: Path):
 
 def test_roles_come_by_name_list_object_or_all_and_each_once():
     assert tuple(ROLES)[:8] == ALL
-    model = with_planted_heads()
+    model = planted_model()
     for roles in ("sink, induction", ["sink", "induction"], ("sink", ROLES["induction"], "sink")):
         assert hl.score(model, roles, n_prompts=2).names == ("sink", "induction")
     assert hl.score(tiny("llama"), n_prompts=2).names[:8] == ALL
@@ -654,7 +642,7 @@ def test_a_users_role_is_scored_by_object_and_once_registered_by_name():
 
 
 def test_the_same_seed_gives_the_same_table_and_another_seed_another():
-    model, roles = with_planted_heads(), "induction,sink,copying"
+    model, roles = planted_model(), "induction,sink,copying"
     frame = hl.score(model, roles, seed=1, n_prompts=6).frame
     pd.testing.assert_frame_equal(frame, hl.score(model, roles, seed=1, n_prompts=6).frame)
     other = hl.score(model, roles, seed=2, n_prompts=6).frame
@@ -662,7 +650,7 @@ def test_the_same_seed_gives_the_same_table_and_another_seed_another():
 
 
 def test_a_role_scores_the_same_alone_and_in_company():
-    model = with_planted_heads()
+    model = planted_model()
     together = hl.score(model, "previous_token,sink,local,induction,duplicate_token", n_prompts=5)
     for role in ("sink", "duplicate_token"):
         alone = hl.score(model, role, n_prompts=5).frame
@@ -678,7 +666,7 @@ def test_roles_that_read_the_same_rows_run_the_model_once():
         return compute()
 
     roles = "previous_token,sink,local,long_range,induction,duplicate_token"
-    hl.score(with_planted_heads(), roles, n_prompts=5, remember=remember)
+    hl.score(planted_model(), roles, n_prompts=5, remember=remember)
     assert len(computed) == len(set(computed)) == 4  # two batches of text, repeats and control
 
 
@@ -698,7 +686,7 @@ def test_two_settings_of_a_role_in_one_session_do_not_share_trials():
 
 def test_scoring_says_what_it_does():
     told: list[str] = []
-    hl.score(with_planted_heads(), "sink,induction", n_prompts=5, tell=told.append)
+    hl.score(planted_model(), "sink,induction", n_prompts=5, tell=told.append)
     assert told
     assert all(text.startswith(("sink: ", "induction: ")) for text in told)
 
@@ -751,7 +739,7 @@ def test_a_model_without_a_tokenizer_can_be_scored_on_random_tokens():
 
 def test_examples_show_the_row_their_value_was_measured_on():
     report = hl.report(
-        with_planted_heads(), "previous_token,duplicate_token,induction,sink", n_prompts=10
+        planted_model(), "previous_token,duplicate_token,induction,sink", n_prompts=10
     )
     n = 50
     target: dict[str, Callable[[int], int]] = {

@@ -11,7 +11,6 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from copy import deepcopy
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +18,13 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from real_model import planted_llama, planted_model
 from tiny_models import build, tiny_tokenizer
 
 import headlab as hl
 from headlab import planted
 from headlab.errors import HeadlabError, OutputError
+from headlab.planted.words import tokenizer as planted_tokenizer
 from headlab.roles.retrieval import Retrieval
 from headlab.roles.shards import Shards
 
@@ -33,21 +34,9 @@ N_PROMPTS = 10
 N_PARTS = 6
 
 
-@cache
-def planted_model() -> planted.Planted:
-    heads = {"L0H2": "sink", "L1H0": "previous_token", "L2H1": "induction"}
-    return planted.model("llama", heads, distractors=4, max_context=160)
-
-
-@cache
-def model() -> hl.Model:
-    made = planted_model()
-    return hl.load(made.module, tokenizer=made.tokenizer)
-
-
 def report(out: Path | None, **options: Any) -> hl.Report:
     options = {"roles": ROLES, "n_prompts": N_PROMPTS, **options}
-    return hl.report(options.pop("model", None) or model(), out=out, **options)
+    return hl.report(options.pop("model", None) or planted_model(), out=out, **options)
 
 
 def parts(out: Path) -> dict[str, bytes]:
@@ -118,7 +107,7 @@ def test_a_report_claims_what_was_planted(whole):
     claimed = {
         head: role for role, heads in made.claims.items() if role != "copying" for head in heads
     }
-    assert claimed == planted_model().truth
+    assert claimed == planted_llama().truth
 
 
 def test_a_report_without_a_folder_writes_nothing(tmp_path: Path, monkeypatch, whole):
@@ -134,7 +123,7 @@ def test_a_report_records_what_it_takes_to_run_it_again(whole):
     assert configuration["n_prompts"] == N_PROMPTS
     assert configuration["roles"] == ROLES.split(",")
     assert facts["torch"] == torch.__version__
-    assert facts["fingerprint"] == model().fingerprint
+    assert facts["fingerprint"] == planted_model().fingerprint
 
 
 def test_a_report_of_one_role_as_a_list(tmp_path: Path):
@@ -160,9 +149,9 @@ def test_a_model_without_a_tokenizer_is_reported_on_or_refused_in_a_sentence():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_a_report_in_another_precision_claims_the_same_and_passes_its_checks(dtype: torch.dtype):
-    made = planted_model()
+    made = planted_llama()
     live = hl.load(deepcopy(made.module).to(dtype), tokenizer=made.tokenizer)
-    done = report(None, model=live, roles="previous_token,induction,sink")
+    done = report(None, model=live, roles="previous_token,duplicate_token,induction,sink")
     assert {head: role for role, heads in done.claims.items() for head in heads} == made.truth
     assert done.checks["difference within rounding"] is True
     assert done.checks["outputs bit-equal after capture"] is True
@@ -356,27 +345,23 @@ def test_what_was_computed_and_what_is_read_back_are_the_same(tmp_path: Path):
 # -- other settings ------------------------------------------------------------------------------
 
 
-def test_every_setting_the_numbers_depend_on_has_a_folder_of_its_own(tmp_path: Path, whole):
-    report(tmp_path, roles="induction,sink")
+def test_every_setting_the_numbers_depend_on_has_a_folder_of_its_own(tmp_path: Path):
+    report(tmp_path, roles="sink", n_prompts=4)
     text = tmp_path / "text"
     text.mkdir()
     (text / "a.txt").write_text("the river of stone . " * 900, "utf-8")
-    other = planted.model("llama", {"L0H1": "sink"}, max_context=160, seed=9)
+    other = planted.scramble(planted_llama(), "L1H0")
     changes: dict[str, dict[str, Any]] = {
         "seed": {"seed": 1},
-        "prompts": {"n_prompts": 11},
+        "prompts": {"n_prompts": 3},
         "text": {"haystack": text},
         "model": {"model": hl.load(other.module, tokenizer=other.tokenizer)},
     }
     for at, (what, change) in enumerate(changes.items()):
-        made = report(tmp_path, roles="induction,sink", **change)
+        made = report(tmp_path, **{"roles": "sink", "n_prompts": 4, **change})
         assert made.reproducibility["resumed_parts"] == 0, what
         assert len(list((tmp_path / "shards").iterdir())) == at + 2, what
-    back = report(tmp_path, roles="induction,sink")
-    assert back.reproducibility["resumed_parts"] == 5
-    rows = whole[0].scores.frame.query("role == 'induction'").reset_index(drop=True)
-    got = back.scores.frame.query("role == 'induction'").reset_index(drop=True)
-    pd.testing.assert_frame_equal(rows, got)
+    assert report(tmp_path, roles="sink", n_prompts=4).reproducibility["resumed_parts"] == 1
 
 
 def test_alpha_and_the_choice_of_roles_change_no_numbers_and_share_parts(tmp_path: Path):
@@ -389,8 +374,8 @@ def test_alpha_and_the_choice_of_roles_change_no_numbers_and_share_parts(tmp_pat
 
 def test_an_edited_model_does_not_read_the_parts_of_the_model_as_it_came(tmp_path: Path):
     plain = report(tmp_path, roles="induction")
-    with model().edit(hl.ablate("L1H0")):  # the head induction reads from
-        alone = hl.score(model(), "induction", n_prompts=N_PROMPTS)
+    with planted_model().edit(hl.ablate("L1H0")):  # the head induction reads from
+        alone = hl.score(planted_model(), "induction", n_prompts=N_PROMPTS)
         edited = report(tmp_path, roles="induction")
     assert plain.claims["induction"] == ["L2H1"]
     assert alone.claimed("induction") == []
@@ -398,17 +383,17 @@ def test_an_edited_model_does_not_read_the_parts_of_the_model_as_it_came(tmp_pat
 
 
 def test_a_model_whose_weights_were_changed_does_not_read_the_parts_of_before(tmp_path: Path):
-    made = planted.model("llama", {"L0H2": "sink"}, distractors=0, max_context=160, seed=4)
-    live = hl.load(made.module, tokenizer=made.tokenizer)
+    module = deepcopy(planted_llama().module)
+    live = hl.load(module, tokenizer=planted_llama().tokenizer)
     assert report(tmp_path, model=live, roles="sink").claims["sink"] == ["L0H2"]
     with torch.no_grad():
-        made.module.model.layers[0].self_attn.q_proj.weight.zero_()
+        module.model.layers[0].self_attn.q_proj.weight.zero_()
     assert report(tmp_path, model=live, roles="sink").claims["sink"] == []
 
 
 def test_a_role_with_other_arguments_does_not_read_the_parts_of_the_first(tmp_path: Path):
-    made = planted.model("llama", {"L0H2": "sink"}, distractors=0, max_context=512)
-    live = hl.load(made.module, tokenizer=made.tokenizer)
+    module = build("llama", max_position_embeddings=512)
+    live = hl.load(module, tokenizer=planted_tokenizer(97, 512))
     for at, length in enumerate((200, 300)):
         role = Retrieval(lengths=(length,), depths=(0.5,))
         done = report(tmp_path, model=live, roles=[role], n_prompts=2)
