@@ -300,6 +300,11 @@ class Model:
         with self._session.editing(bound):
             yield self
 
+    @property
+    def edited(self) -> bool:
+        """Whether any edit is in force."""
+        return self._session.edited
+
     # -- parts -----------------------------------------------------------------------------------------------
 
     def _arguments(self, ids: Tensor) -> dict[str, Any]:

@@ -66,20 +66,15 @@ def execute(notebook: NotebookNode, timeout: int) -> None:
 
 
 def _environment(profile: Path) -> dict[str, str]:
-    # tqdm, which transformers imports, tells every notebook of an environment without widgets to install them.
-    hidden = "ignore:IProgress not found"
-    others = os.environ.get("PYTHONWARNINGS", "")
+    env = dict(os.environ)
+    # A user's IPython profile must not decide whether a notebook runs.
+    env["IPYTHONDIR"] = str(profile)
     # Threads that wait by spinning make a run several times slower where other work shares the cores.
-    patient = {"OMP_WAIT_POLICY": "PASSIVE"}
-    return (
-        patient
-        | dict(os.environ)
-        | {
-            # A user's IPython profile must not decide whether a notebook runs.
-            "IPYTHONDIR": str(profile),
-            "PYTHONWARNINGS": f"{others},{hidden}" if others else hidden,
-        }
-    )
+    env.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    # tqdm, which transformers imports, tells every notebook of an environment without widgets to install them.
+    filters = [env.get("PYTHONWARNINGS"), "ignore:IProgress not found"]
+    env["PYTHONWARNINGS"] = ",".join(filter(None, filters))
+    return env
 
 
 def write(notebook: NotebookNode, path: Path) -> None:

@@ -134,7 +134,7 @@ def staged_retrieval(
     spec = model.spec
 
     def remember(key: str, compute: Callable[[], Any]) -> dict[str, np.ndarray]:
-        at = int(re.search(r"\d+$", key).group())  # type: ignore[union-attr]
+        at = int(key.split("-")[1])
         new, attended = play(at, trials[at], np.zeros((spec.n_layers, spec.n_heads, 24), np.int32))
         return {"new": np.array(new), "attended": attended[..., : len(new)]}
 

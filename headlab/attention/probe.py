@@ -31,14 +31,13 @@ def measure(module: Any, name: str) -> tuple[ModelSpec, tuple[nn.Module, ...]]:
     family = config.model_type
     names = {part: path for path, part in module.named_modules()}
     embedding = module.get_input_embeddings().weight
-    context = getattr(text, "max_position_embeddings", None) or getattr(text, "n_positions", None)
     spec = ModelSpec(
         name=name,
         family=family,
         layers=tuple(_layer(call, names.get(call.module, "")) for call in calls),
         d_model=int(text.hidden_size),
         n_vocab=embedding.shape[0],
-        max_context=int(context) if context and context > 0 else None,
+        max_context=_max_context(module, text),
         positions=_positions(text, calls),
     )
     return spec, tuple(call.module for call in calls)
@@ -84,6 +83,20 @@ def _check_runs(module: Any, arguments: dict[str, Any], name: str) -> None:
         raise UnsupportedError(
             f"{name} ({module.config.model_type}) fails on a forward pass of its own: {error}"
         ) from error
+
+
+def _max_context(module: nn.Module, config: Any) -> int | None:
+    stated = getattr(config, "max_position_embeddings", None) or getattr(
+        config, "n_positions", None
+    )
+    if not stated or stated <= 0:
+        return None
+    for name, part in module.named_modules():
+        # RoBERTa and its kin count positions from behind the padding token's own.
+        reserved = getattr(part, "padding_idx", None)
+        if name.endswith("position_embeddings") and reserved is not None:
+            return int(stated) - reserved - 1
+    return int(stated)
 
 
 def _layer(call: RawCall, name: str) -> LayerSpec:

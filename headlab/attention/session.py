@@ -35,6 +35,11 @@ class Session:
         self._results: dict[int, Any] = {}
         self._positions: dict[int, Tensor] = {}
 
+    @property
+    def edited(self) -> bool:
+        """Whether any edit is in force."""
+        return bool(self._edits)
+
     @contextmanager
     def editing(self, edits: Sequence[BoundEdit]) -> Iterator[None]:
         """Put edits in force; they come after those already in force."""

@@ -7,11 +7,13 @@ import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from uuid import uuid4
 
 import torch
 
 import headlab
 from headlab.attention import keep
+from headlab.models import module_fingerprint
 from headlab.report.environment import environment
 from headlab.report.model import ModelInfo, Report
 from headlab.roles import ALPHA, N_PROMPTS, Role, Scores
@@ -66,6 +68,7 @@ def report(
     configuration: dict[str, Any] = {
         "model": model.name,
         "fingerprint": model.fingerprint,
+        "weights": module_fingerprint(model.module),  # as they are now: they may have been changed
         "dtype": str(model.dtype),
         "tokenizer_sha256": tokenizer_hash(model.tokenizer),
         "n_prompts": n_prompts,
@@ -73,6 +76,9 @@ def report(
         "text_sha256": hashlib.sha256(text.encode()).hexdigest(),
         "headlab": headlab.__version__,
     }
+    if model.edited:
+        # Edits are functions, which no file can tell apart: what is measured under them is not gone back to.
+        configuration["edited"] = uuid4().hex
     shards = None if out is None else Shards(Path(out) / "shards", configuration, fresh)
     remember = forget if shards is None else shards.remember
     found = measure(model, chosen, seed, n_prompts, haystack, remember, tell)
@@ -132,7 +138,11 @@ def self_checks(model: Model, text: str) -> dict[str, float | str | bool]:
         explains it, largest deviation of a row's sum from 1 (sink logits aside), and whether the model is as it
         was afterwards.
     """
-    ids = model.tokens(model.tokenizer(text[:4000], verbose=False)["input_ids"][:_CHECK_TOKENS])
+    length = min(_CHECK_TOKENS, model.spec.max_context or _CHECK_TOKENS)
+    if model.tokenizer is None:
+        ids = torch.arange(length)[None] % model.spec.n_vocab
+    else:
+        ids = model.tokens(text[: 40 * length], limit=length)
     plan: list[keep.Keep] = [keep.rows(), keep.statistics("entropy", "argmax")]
     before = model.logits(ids)
     seen = model.trace(ids, keep=plan)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -59,6 +60,13 @@ class Probing:
             if token is not None:
                 return int(token)
         return None
+
+    def part(self, name: str, ids: np.ndarray, compute: Callable[[], Arrays]) -> Arrays:
+        """What ``compute`` makes of a prompt, remembered under a name and the prompt's tokens."""
+        digest = hashlib.sha256(np.ascontiguousarray(ids, dtype=np.int64).tobytes()).hexdigest()[
+            :12
+        ]
+        return self.remember(f"{name}-{digest}", compute)
 
     def length(self, wanted: int) -> int:
         """A prompt length that the model's context can hold."""

@@ -13,6 +13,7 @@ The null is in closed form: the mean over all other tokens of the sample in plac
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import numpy as np
@@ -56,11 +57,12 @@ class Copying(Role):
         if probing.bos is not None:
             ids = torch.cat([torch.full((len(ids), 1), probing.bos), ids], 1)
         probing.tell("copying of random tokens")
-        found = probing.remember(f"copying-{n}", lambda: _run(probing, ids, start))
+        found = probing.part("copying", ids.numpy(), lambda: _run(probing, ids, start))
         values, null = found["values"], found["null"]
         queries = np.arange(start, ids.shape[1])
         looks = tuple(Look(ids[at].numpy(), queries, values[at]) for at in range(2))
-        with np.errstate(invalid="ignore"):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)  # the mean of no rows is NaN, as meant
             means = np.nanmean(values, -1), np.nanmean(null, -1)
         note = "not measurable: the head's output raises no token of the sample"
         silent = np.isnan(means[0]).all(0)

@@ -39,7 +39,7 @@ class Local(Role):
         """Run the probe."""
         rows = prose_rows(probing)
         near_first = (rows.queries < LOCAL) * rows.first
-        even = np.minimum(LOCAL, rows.queries)[None] / (rows.visible - 1).clip(min=1)
+        even = rows.near / rows.keys.clip(min=1)
         far_enough = np.broadcast_to(rows.queries >= 2 * LOCAL, even.shape)
         return _shares(rows, rows.local - near_first, even, far_enough)
 
@@ -63,7 +63,7 @@ class LongRange(Role):
     def measure(self, probing: Probing) -> Measurement:
         """Run the probe."""
         rows = prose_rows(probing)
-        even = (rows.queries - FAR).clip(min=0)[None] / (rows.visible - 1).clip(min=1)
+        even = rows.distant / rows.keys.clip(min=1)
         return _shares(rows, rows.far, even, rows.seen(FAR) & (rows.queries >= 2 * FAR))
 
 

@@ -30,7 +30,7 @@ class PreviousToken(Role):
         """Run the probe."""
         rows = prose_rows(probing)
         rest = rows.total - rows.previous - rows.first * (rows.queries > 1)
-        null = rest / (rows.visible - 2).clip(min=1)[:, None]
+        null = rest / (rows.keys - 1).clip(min=1)[:, None]
         # The row of position 1 has no previous token but the first, which a sink would take for it.
         return rows.averaged(rows.previous, null, rows.seen(1) & (rows.queries > 1))
 

@@ -8,7 +8,7 @@ scored 0 on it.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 
 import numpy as np
 import torch
@@ -41,7 +41,9 @@ class ProseRows:
         local: Mass fewer than :data:`LOCAL` tokens away.
         far: Mass at least :data:`FAR` tokens away, the first token left out.
         total: Mass on all keys: less than 1 under a sink logit.
-        visible: Keys a row of the layer can see.
+        keys: Keys a row of the layer can see, the first token left out.
+        near: Those of them fewer than :data:`LOCAL` tokens away.
+        distant: Those of them at least :data:`FAR` tokens back.
         queries: Query positions.
         windows: Sliding window of each layer, or the length of the text.
     """
@@ -52,13 +54,15 @@ class ProseRows:
     local: Float[np.ndarray, "prompt layer head query"]
     far: Float[np.ndarray, "prompt layer head query"]
     total: Float[np.ndarray, "prompt layer head query"]
-    visible: Int[np.ndarray, "layer query"]
+    keys: Int[np.ndarray, "layer query"]
+    near: Int[np.ndarray, "layer query"]
+    distant: Int[np.ndarray, "layer query"]
     queries: Int[np.ndarray, " query"]
     windows: Int[np.ndarray, " layer"]
 
     def seen(self, distance: Int[np.ndarray, " query"] | int) -> np.ndarray:
         """Which rows of each layer reach this many tokens back, [layer, query]."""
-        return np.broadcast_to(self.windows[:, None] > distance, self.visible.shape)
+        return np.broadcast_to(self.windows[:, None] > distance, self.keys.shape)
 
     def averaged(
         self,
@@ -68,14 +72,15 @@ class ProseRows:
     ) -> Measurement:
         """Prompt means of a statistic and its null over the chosen rows that have them (are not NaN).
 
-        A layer without chosen rows is out of window.
+        A layer without chosen rows is out of window, or the context is too short for the role.
         """
         chosen = np.broadcast_to(rows[:, None], value.shape[1:])
-        notes = {
-            (int(layer), head): "out of window: no row of this head sees the key in question"
-            for layer in np.flatnonzero(~rows.any(1))
-            for head in range(value.shape[2])
-        }
+        notes: dict[tuple[int, int], str] = {}
+        for layer in np.flatnonzero(~rows.any(1)):
+            note = "out of window: no row of this head sees the key in question"
+            if self.windows[layer] >= self.ids.shape[1]:
+                note = f"not measurable: a text of {self.ids.shape[1]} tokens, all the context holds, is too short"
+            notes |= {(int(layer), head): note for head in range(value.shape[2])}
         looks = [
             Look(self.ids[at], self.queries, np.where(chosen, value[at], np.nan)) for at in range(2)
         ]
@@ -104,15 +109,35 @@ def prose_rows(probing: Probing) -> ProseRows:
     for start in range(0, len(ids), _BATCH):
         batch = ids[start : start + _BATCH]
         probing.tell(f"reading text {start + 1}–{start + len(batch)} of {len(ids)}")
-        parts.append(probing.remember(f"prose-{length}-{start:03d}", partial(_run, probing, batch)))
+        parts.append(
+            probing.part(f"prose-{start:03d}", batch.numpy(), partial(_run, probing, batch))
+        )
     joined = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
     queries = np.arange(1, length)
     windows = np.array([layer.window or length for layer in spec.layers])
-    causal = np.array([layer.causal for layer in spec.layers])
-    visible = np.where(
-        causal[:, None], np.minimum(queries + 1, windows[:, None]), np.full_like(queries, length)
+    counts = np.stack([_visible(layer.causal, layer.window, length) for layer in spec.layers], 1)
+    keys, near, distant = counts
+    return ProseRows(
+        ids.numpy(),
+        **joined,
+        keys=keys,
+        near=near,
+        distant=distant,
+        queries=queries,
+        windows=windows,
     )
-    return ProseRows(ids.numpy(), **joined, visible=visible, queries=queries, windows=windows)
+
+
+@cache
+def _visible(causal: bool, window: int | None, length: int) -> Int[np.ndarray, "3 query"]:
+    """How many keys but the first each row sees: in all, nearby and far back."""
+    lag = np.arange(1, length)[:, None] - np.arange(1, length)
+    seen = np.abs(lag) < (window or length)
+    if causal:
+        seen &= lag >= 0
+    return np.stack(
+        [seen.sum(1), (seen & (np.abs(lag) < LOCAL)).sum(1), (seen & (lag >= FAR)).sum(1)]
+    )
 
 
 def _run(probing: Probing, ids: torch.Tensor) -> Arrays:
@@ -121,7 +146,7 @@ def _run(probing: Probing, ids: torch.Tensor) -> Arrays:
         ids,
         keep=keep.statistics(
             "first_mass", "local_mass", "lag_mass", "feature",
-            window=LOCAL, bins=(1, 2, FAR, length + 1), x=torch.ones(length),
+            window=LOCAL, bins=(1, 2, min(FAR, length), length + 1), x=torch.ones(length),
         ),
         logits="none",
     )  # fmt: skip

@@ -55,8 +55,11 @@ def measure_repeats(probing: Probing, kind: Literal["induction", "duplicate"]) -
         for start in range(0, len(ids), _BATCH):
             batch = ids[start : start + _BATCH]
             probing.tell(f"{name} prompts {start + 1}–{start + len(batch)} of {len(ids)}")
-            key = f"repeats-{name}-{prompts.n}-{start:03d}"
-            part = probing.remember(key, partial(target_masses, probing.model, batch, prompts))
+            part = probing.part(
+                f"repeats-{name}-{start:03d}",
+                batch.numpy(),
+                partial(target_masses, probing.model, batch, prompts),
+            )
             parts.append(part[kind])
     rows, control = (np.concatenate(parts) for parts in values.values())
     queries = prompts.second_copy.numpy()
@@ -67,11 +70,13 @@ def measure_repeats(probing: Probing, kind: Literal["induction", "duplicate"]) -
     means, null = rows.mean(-1, dtype=np.float64), control.mean(-1, dtype=np.float64)
     distance = prompts.n - (kind == "induction")
     notes = {}
-    for at, layer in enumerate(probing.model.spec.layers):
-        if layer.window is not None and layer.window <= distance:
-            means[:, at] = null[:, at] = np.nan
-            for head in range(layer.n_heads):
-                notes[at, head] = f"out of window: the target lies {distance} tokens back"
+    # A visible key never gets exactly nothing from every row of every head: such a layer cannot see the target,
+    # be it for a sliding window or for attention in chunks.
+    blind = (rows == 0).all((0, 2, 3)) & (control == 0).all((0, 2, 3))
+    for at in np.flatnonzero(blind):
+        means[:, at] = null[:, at] = np.nan
+        for head in range(means.shape[2]):
+            notes[int(at), head] = f"out of window: the target lies {distance} tokens back"
     return Measurement(means, null, looks, notes)
 
 

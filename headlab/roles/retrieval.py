@@ -91,7 +91,8 @@ class Retrieval(Role):
         values, null, looks = [], [], []
         for at, trial in enumerate(trials):
             probing.tell(f"needle {at + 1} of {len(trials)} in {trial.length} tokens")
-            found = probing.remember(f"needle-{at:03d}", partial(run_trial, probing, trial))
+            name = f"needle-{at:03d}"
+            found = probing.part(name, np.array(trial.ids), partial(run_trial, probing, trial))
             if recall(probing.model.text(found["new"].tolist()), trial.needle.answer) <= MIN_RECALL:
                 continue
             score, chance = self._scored(found["attended"], found["new"], trial)

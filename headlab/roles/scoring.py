@@ -99,6 +99,8 @@ def measure(
         raise UnsupportedError(
             f"{model.name} is an encoder-decoder; roles are defined for decoder-only and encoder-only models"
         )
+    if n_prompts < 2:
+        raise RoleError(f"n_prompts={n_prompts} leaves nothing to compare; take at least 2")
     folder = None if haystack is None else Path(haystack)
     once: dict[str, Arrays] = {}
 

@@ -7,10 +7,10 @@ never reads it. Files are written beside their place and moved there, so a shard
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import os
 import shutil
-import zipfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -20,9 +20,11 @@ import numpy as np
 from headlab.errors import OutputError
 from headlab.roles.base import Arrays
 
+_DIGEST = hashlib.sha256().digest_size
+
 
 class Shards:
-    """Stores arrays by name under a folder.
+    """Stores arrays by name under a folder, each behind a digest of its content.
 
     Args:
         folder: Where shards of every configuration live.
@@ -48,18 +50,17 @@ class Shards:
     def remember(self, key: str, compute: Callable[[], Arrays]) -> Arrays:
         """The stored arrays of this name, computed and stored first where there are none."""
         path = self.folder / f"{key}.npz"
-        if path.exists():
-            try:
-                with np.load(path) as stored:  # allow_pickle stays off: nothing unpickles
-                    self.resumed += 1
-                    return dict(stored)
-            except (OSError, ValueError, zipfile.BadZipFile):
-                path.unlink(missing_ok=True)  # damaged from outside: compute it again
+        stored = _read(path)
+        if stored is not None:
+            self.resumed += 1
+            return stored
         arrays = compute()
         partial = path.with_suffix(".partial")
         try:
             with partial.open("wb") as file:
-                np.savez_compressed(file, **arrays)  # type: ignore[arg-type]  # names are not allow_pickle
+                content = io.BytesIO()
+                np.savez_compressed(content, **arrays)  # type: ignore[arg-type]  # only arrays are named
+                file.write(hashlib.sha256(content.getvalue()).digest() + content.getvalue())
                 file.flush()
                 os.fsync(file.fileno())
             partial.replace(path)
@@ -67,6 +68,19 @@ class Shards:
             partial.unlink(missing_ok=True)
             raise _cannot_write(self.folder.parent, error) from error
         return arrays
+
+
+def _read(path: Path) -> dict[str, np.ndarray] | None:
+    """A shard's arrays, or None where there is no whole shard; nothing is parsed before its digest fits."""
+    try:
+        content = path.read_bytes()
+    except OSError:
+        return None
+    digest, arrays = content[:_DIGEST], content[_DIGEST:]
+    if hashlib.sha256(arrays).digest() != digest:
+        return None
+    with np.load(io.BytesIO(arrays)) as stored:  # allow_pickle stays off: nothing unpickles
+        return dict(stored)
 
 
 def _cannot_write(folder: Path, error: OSError) -> OutputError:

@@ -34,7 +34,7 @@ class Sink(Role):
     def measure(self, probing: Probing) -> Measurement:
         """Run the probe."""
         rows = prose_rows(probing)
-        null = (rows.total - rows.first) / (rows.visible - 1).clip(min=1)[:, None]
+        null = (rows.total - rows.first) / rows.keys.clip(min=1)[:, None]
         return rows.averaged(rows.first, null, rows.seen(rows.queries))
 
 

@@ -146,24 +146,36 @@ def needle_trials(
 def _trial(
     tokenizer: Any, sentences: list[str], start: int, needle: Needle, length: int, depth: float
 ) -> NeedleTrial:
-    room = length - len(_encode(tokenizer, _prompt(tokenizer, [needle.fact], needle))["input_ids"])
+    bare = len(_encode(tokenizer, _prompt(tokenizer, [needle.fact], needle))["input_ids"])
+    if bare > length:
+        raise PromptError(
+            f"a prompt of {length} tokens cannot hold the needle and its question, which take {bare}"
+        )
+    context = _context(tokenizer, sentences, start, length, bare)
+    while True:
+        whole = list(context)
+        whole.insert(round(depth * len(context)), needle.fact)
+        prompt = _prompt(tokenizer, whole, needle)
+        encoded = _encode(tokenizer, prompt)
+        if len(encoded["input_ids"]) <= length:
+            break
+        context.pop()  # sentences side by side may take a token more than each alone
+    at = prompt.index(needle.fact) + needle.fact.index(needle.answer)
+    span = token_span(encoded["offset_mapping"], at, at + len(needle.answer), prompt)
+    return NeedleTrial(tuple(encoded["input_ids"]), span, needle, length, depth)
+
+
+def _context(tokenizer: Any, sentences: list[str], start: int, length: int, bare: int) -> list[str]:
+    """Sentences from ``start`` on that fit, going round at the end of the text."""
     context: list[str] = []
+    room = length - bare
     for offset in range(len(sentences)):
         sentence = sentences[(start + offset) % len(sentences)]
         room -= len(tokenizer(" " + sentence, add_special_tokens=False)["input_ids"])
         if room < 0:
-            break
+            return context
         context.append(sentence)
-    else:
-        raise PromptError(
-            f"the text is too short for a prompt of {length} tokens; give a longer one"
-        )
-    context.insert(round(depth * len(context)), needle.fact)
-    prompt = _prompt(tokenizer, context, needle)
-    encoded = _encode(tokenizer, prompt)
-    at = prompt.index(needle.fact) + needle.fact.index(needle.answer)
-    span = token_span(encoded["offset_mapping"], at, at + len(needle.answer), prompt)
-    return NeedleTrial(tuple(encoded["input_ids"]), span, needle, length, depth)
+    raise PromptError(f"the text is too short for a prompt of {length} tokens; give a longer one")
 
 
 def _prompt(tokenizer: Any, context: list[str], needle: Needle) -> str:

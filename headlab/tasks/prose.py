@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,6 @@ def data_folder() -> Path:
     return installed if installed.is_dir() else package.parent / "data"
 
 
-@lru_cache
 def prose(folder: Path | None = None) -> str:
     """All text files of a folder, in the order of their names, joined by blank lines.
 
