@@ -21,6 +21,9 @@ BIN := .venv/bin
 RUN := $(BIN)/python -m
 PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 $(RUN) pip
 
+# Threads that wait by spinning slow each other down wherever cores are shared.
+export OMP_WAIT_POLICY ?= PASSIVE
+
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 MAKEFLAGS += --no-builtin-rules

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from headlab import errors
 
 if TYPE_CHECKING:
-    from headlab import planted, plots, roles
+    from headlab import planted, plots, roles, tasks
     from headlab.attention import (
         Edit,
         Head,
@@ -58,6 +58,7 @@ _HOMES = {
     "roles": "",
     "scale": "headlab.attention",
     "score": "headlab.roles",
+    "tasks": "",
 }
 
 __all__ = [*_HOMES, "errors"]

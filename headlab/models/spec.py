@@ -43,7 +43,7 @@ class LayerSpec:
         return self.stack == "decoder"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class ModelSpec:
     """A model's attention layers in the order of the forward pass.
 
@@ -68,6 +68,13 @@ class ModelSpec:
     n_vocab: int
     max_context: int | None
     positions: Positions
+
+    def __repr__(self) -> str:
+        groups = "" if self.n_kv_heads == self.n_heads else f" ({self.n_kv_heads} key/value heads)"
+        return (
+            f"ModelSpec({self.name}: {self.family}, {self.n_layers} layers × {self.n_heads} heads{groups}, "
+            f"d_head {self.d_head}, d_model {self.d_model}, context {self.max_context}, {self.positions} positions)"
+        )
 
     @property
     def n_layers(self) -> int:

@@ -31,11 +31,7 @@ class RepeatedTokens:
 
     @property
     def second_copy(self) -> Int[Tensor, " query"]:
-        """Positions of the second half, its first token left out: its target lies before x.
-
-        The token after the earlier occurrence of x's first token is known only once it repeats, so every other
-        token of the second half has both a duplicate and an induction target.
-        """
+        """Positions of the second half, its first token left out: nothing before it shows that x repeats."""
         return torch.arange(self.start + self.n + 1, self.start + 2 * self.n)
 
 
