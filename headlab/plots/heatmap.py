@@ -79,7 +79,7 @@ def role_map(scores: Scores, role: str) -> go.Figure:
         constrain="domain",
         showgrid=False,
     )
-    title = f"{style.shown(info.title)} · {len(claimed)} claimed at q &lt; {scores.alpha:g}"
+    title = f"{style.shown(info.title)} · {len(claimed)} claimed at q ≤ {scores.alpha:g}"
     return style.dressed(figure, title, 240 + CELL * n_heads, 140 + CELL * n_layers)
 
 
