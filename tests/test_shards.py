@@ -391,6 +391,17 @@ def test_a_model_whose_weights_were_changed_does_not_read_the_parts_of_before(tm
     assert report(tmp_path, model=live, roles="sink").claims["sink"] == []
 
 
+def test_a_model_of_which_one_head_was_changed_does_not_read_the_parts_of_before(tmp_path: Path):
+    """As someone does who takes one head of many out of a live model by hand."""
+    made = planted.model("llama", {"L0H3": "sink"}, 0, n_layers=2, n_heads=16, max_context=160)
+    live = hl.load(made.module, tokenizer=made.tokenizer)
+    assert report(tmp_path, model=live, roles="sink").claims["sink"] == ["L0H3"]
+    with torch.no_grad():
+        made.module.model.layers[0].self_attn.q_proj.weight[3 * 64 : 4 * 64] = 0
+    assert hl.score(live, "sink", n_prompts=N_PROMPTS).claimed("sink") == []
+    assert report(tmp_path, model=live, roles="sink").claims["sink"] == []
+
+
 def test_a_role_with_other_arguments_does_not_read_the_parts_of_the_first(tmp_path: Path):
     module = build("llama", max_position_embeddings=512)
     live = hl.load(module, tokenizer=planted_tokenizer(97, 512))

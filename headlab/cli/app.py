@@ -24,6 +24,7 @@ app = typer.Typer(
 )
 
 _EMBEDDED = "smollm2-135m"
+_INTERRUPTED = 130
 Model_ = Annotated[str, typer.Argument(help="Embedded name, hub id, folder or GGUF file.")]
 Roles = Annotated[str, typer.Option("--roles", "-r", help="'all', or names like induction,sink.")]
 Out = Annotated[Path, typer.Option("--out", "-o", help="Folder to write to.")]
@@ -206,9 +207,10 @@ def main() -> None:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS):
             raise
         _fail(f"cannot write {error.filename or 'a file'}: {error.strerror}")
-    except KeyboardInterrupt:
-        print("interrupted; run the same command again to go on from here", file=sys.stderr)
-        raise SystemExit(130) from None
+    except SystemExit as done:
+        if done.code == _INTERRUPTED:  # typer has turned the interrupt into an exit
+            print("interrupted; run the same command again to go on from here", file=sys.stderr)
+        raise
 
 
 def _fail(sentence: str) -> None:

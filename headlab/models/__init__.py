@@ -1,7 +1,7 @@
 """Opening models, and reading what their weights say about each head."""
 
 from headlab.models.embedded import EMBEDDED, KnownModel, list_models
-from headlab.models.fingerprint import module_fingerprint
+from headlab.models.fingerprint import weights_sha256
 from headlab.models.gguf import cache_root
 from headlab.models.loading import Opened, open_model
 from headlab.models.spec import LayerSpec, ModelSpec
@@ -16,6 +16,6 @@ __all__ = [
     "Opened",
     "cache_root",
     "list_models",
-    "module_fingerprint",
     "open_model",
+    "weights_sha256",
 ]

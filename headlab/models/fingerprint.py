@@ -56,6 +56,17 @@ def module_fingerprint(module: nn.Module) -> str:
     return digest.hexdigest()[:16]
 
 
+def weights_sha256(module: nn.Module) -> str:
+    """sha256 over every value of every tensor, in hex: any change of a weight changes it."""
+    digest = hashlib.sha256()
+    for name, tensor in module.state_dict().items():
+        if isinstance(tensor, torch.Tensor) and not tensor.is_meta:
+            digest.update(f"{name}:{tuple(tensor.shape)}:{tensor.dtype}".encode())
+            flat = tensor.detach().cpu().contiguous().reshape(-1)
+            digest.update(flat.view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
 def sha256(path: Path) -> str:
     """The sha256 of a file, in hex."""
     with path.open("rb") as file:

@@ -13,7 +13,7 @@ import torch
 
 import headlab
 from headlab.attention import keep
-from headlab.models import module_fingerprint
+from headlab.models import weights_sha256
 from headlab.report.environment import environment
 from headlab.report.model import ModelInfo, Report
 from headlab.roles import ALPHA, N_PROMPTS, Role, Scores
@@ -68,7 +68,9 @@ def report(
     configuration: dict[str, Any] = {
         "model": model.name,
         "fingerprint": model.fingerprint,
-        "weights": module_fingerprint(model.module),  # as they are now: they may have been changed
+        "weights_sha256": weights_sha256(
+            model.module
+        ),  # as they are now: they may have been changed
         "dtype": str(model.dtype),
         "tokenizer_sha256": tokenizer_hash(model.tokenizer),
         "n_prompts": n_prompts,

@@ -24,6 +24,7 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from headlab.attention import keep
+from headlab.errors import PromptError
 from headlab.roles.base import Arrays, Look, Measurement, Probing, Role, register
 from headlab.roles.scores import RoleInfo
 from headlab.tasks import NeedleTrial, needle_trials, prose
@@ -80,14 +81,13 @@ class Retrieval(Role):
         if not lengths:
             note = f"not measurable: the context holds no prompt of {min(self.lengths)} tokens"
             return Measurement(blank, blank, notes={(-1, -1): note})
-        trials = needle_trials(
-            probing.model.tokenizer,
-            prose(probing.haystack),
-            lengths,
-            self.depths,
-            probing.n_prompts,
-            probing.seed,
-        )
+        text = prose(probing.haystack)
+        try:
+            trials = needle_trials(
+                probing.model.tokenizer, text, lengths, self.depths, probing.n_prompts, probing.seed
+            )
+        except PromptError as error:  # no reason to give up the other roles of a run
+            return Measurement(blank, blank, notes={(-1, -1): f"not measurable: {error}"})
         values, null, looks = [], [], []
         for at, trial in enumerate(trials):
             probing.tell(f"needle {at + 1} of {len(trials)} in {trial.length} tokens")

@@ -101,6 +101,8 @@ def measure(
         )
     if n_prompts < 2:
         raise RoleError(f"n_prompts={n_prompts} leaves nothing to compare; take at least 2")
+    if seed < 0:
+        raise RoleError(f"seed={seed} must not be negative")
     folder = None if haystack is None else Path(haystack)
     once: dict[str, Arrays] = {}
 
