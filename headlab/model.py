@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from headlab.attention.assembly import assemble
 from headlab.attention.collector import Collector
 from headlab.attention.edits import Edit, bind
-from headlab.attention.keep import Keep
+from headlab.attention.keep import Keep, is_whole
 from headlab.attention.probe import measure
 from headlab.attention.session import Session
 from headlab.attention.trace import Trace
@@ -171,6 +171,8 @@ class Model:
             PromptError: A prompt cannot be used.
             PlanError: The plan names what does not exist.
         """
+        if logits not in ("all", "last", "none"):
+            raise PlanError(f"logits={logits!r} must be 'all', 'last' or 'none'")
         plan = keep if isinstance(keep, Sequence) else [keep]
         ids = self.tokens(prompt)
         arguments = self._arguments(ids)
@@ -240,8 +242,10 @@ class Model:
             raise PlanError("generation with beams cannot be captured or edited; use num_beams=1")
         if not self.module.can_generate():
             raise UnsupportedError(f"{self.name} ({self.spec.family}) cannot generate text")
-        if max_new_tokens < 1:
-            raise PromptError(f"max_new_tokens={max_new_tokens} must be at least 1")
+        if not is_whole(max_new_tokens) or max_new_tokens < 1:
+            raise PromptError(
+                f"max_new_tokens={max_new_tokens!r} must be a whole number of at least 1"
+            )
         ids = self.tokens(prompt)
         self._check_room(ids, max_new_tokens)
         plan = keep if isinstance(keep, Sequence) else [keep]

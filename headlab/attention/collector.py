@@ -315,7 +315,7 @@ class Collector:
         left = torch.zeros(batch, dtype=torch.long, device=device)
         left = left if inputs.left is None else inputs.left.to(device)
         lengths = self.query_lengths(call.layer).to(device)
-        if isinstance(queries, str):
+        if isinstance(queries, str) and queries == "generated":
             if inputs.query_start:  # a decoding step: each of its rows predicts a generated token
                 return torch.arange(n, device=device).expand(batch, -1)
             return (lengths - 1 + left)[:, None]

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from headlab.attention.heads import Head, HeadsLike, parse_heads
+from headlab.attention.keep import is_whole
 from headlab.errors import PlanError, PromptError
 
 if TYPE_CHECKING:
@@ -194,24 +195,33 @@ def scale(
     heads: HeadsLike, site: Site = "z", by: float = 1.0, *, positions: Sequence[int] | None = None
 ) -> Edit:
     """Multiply what heads compute at a site; at scores, hidden keys stay hidden."""
-    return Edit(heads, site, lambda *_: lambda x, where: x * by, _tuple(positions))
+    factor = _finite(by, "by")
+    return Edit(heads, site, lambda *_: lambda x, where: x * factor.to(x), _tuple(positions))
 
 
 def add(
-    heads: HeadsLike, value: Tensor, site: Site = "z", *, positions: Sequence[int] | None = None
+    heads: HeadsLike,
+    value: Tensor | float,
+    site: Site = "z",
+    *,
+    positions: Sequence[int] | None = None,
 ) -> Edit:
     """Add a value, broadcast over [batch, position, head, width] or, at scores and pattern,
     [batch, head, query, key]."""
-    return Edit(heads, site, lambda *_: lambda x, where: x + value.to(x), _tuple(positions))
+    added = _finite(value, "value", site)
+    return Edit(heads, site, lambda *_: lambda x, where: x + _spread(added, x), _tuple(positions))
 
 
 def replace(
-    heads: HeadsLike, value: Tensor, site: Site = "z", *, positions: Sequence[int] | None = None
+    heads: HeadsLike,
+    value: Tensor | float,
+    site: Site = "z",
+    *,
+    positions: Sequence[int] | None = None,
 ) -> Edit:
     """Put a value in place, broadcast as in :func:`add`; at scores, hidden keys stay hidden."""
-    return Edit(
-        heads, site, lambda *_: lambda x, where: value.to(x).expand_as(x), _tuple(positions)
-    )
+    new = _finite(value, "value", site)
+    return Edit(heads, site, lambda *_: lambda x, where: _spread(new, x), _tuple(positions))
 
 
 def apply(
@@ -239,6 +249,8 @@ def patch(
     Raises:
         PlanError: The source does not hold what is needed.
     """
+    if not hasattr(source, "of_head"):
+        raise PlanError(f"source= must be a trace, not {source!r:.60}")
     if site not in ("q", "k", "v", "z", "result", "pattern"):
         raise PlanError(f"a trace keeps no {site!r}, so it cannot be patched in; use hl.replace")
 
@@ -266,7 +278,37 @@ def patch(
 
 
 def _tuple(positions: Sequence[int] | None) -> tuple[int, ...] | None:
-    return None if positions is None else tuple(positions)
+    if positions is None:
+        return None
+    if isinstance(positions, str) or not all(is_whole(position) for position in positions):
+        raise PlanError(f"positions={positions!r} must be whole numbers")
+    return tuple(positions)
+
+
+def _finite(value: Any, label: str, site: str = "") -> Tensor:
+    try:
+        tensor = torch.as_tensor(value)
+    except (ValueError, TypeError, RuntimeError) as error:
+        raise PlanError(f"{label}={value!r:.60} must be a number or a tensor") from error
+    fine = tensor.isfinite()
+    if site == "scores":
+        fine = fine | (tensor == -torch.inf)  # −inf hides a key
+    if not bool(fine.all()):
+        raise PlanError(
+            f"{label} holds NaN or infinity, which would spread through the whole model"
+        )
+    return tensor
+
+
+def _spread(value: Tensor, x: Tensor) -> Tensor:
+    """The value in the shape of ``x``."""
+    try:
+        return value.to(x).expand_as(x)
+    except RuntimeError as error:
+        raise PlanError(
+            f"a value of shape {list(value.shape)} does not fit {list(x.shape)}, "
+            "[batch, position, head, width] (or [batch, head, query, key] at scores and pattern)"
+        ) from error
 
 
 def _values_of(source: Trace, site: str, heads: tuple[Head, ...]) -> dict[int, Tensor]:

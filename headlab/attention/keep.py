@@ -5,8 +5,9 @@ keep = [hl.keep.rows(queries=[-1]), hl.keep.statistics("entropy"), hl.keep.tenso
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import index
 from pathlib import Path
 from typing import Literal, TypeAlias
 
@@ -149,6 +150,13 @@ def statistics(
     Raises:
         PlanError: A name is unknown, or what a statistic needs was not given.
     """
+    whole = {"n_first": n_first, "window": window, "k": k, "block": block}
+    for label, number in whole.items():
+        if not is_whole(number) or number < 1:
+            raise PlanError(f"{label}={number!r} must be a whole number of at least 1")
+    bins = _wholes("bins", bins) or ()
+    if segments is not None and not (isinstance(segments, Mapping) and segments):
+        raise PlanError(f"segments={segments!r} must name spans, as {{'subject': (3, 5)}}")
     if not names:
         raise PlanError(f"name at least one statistic of {', '.join(NAMES)}")
     needs = {
@@ -166,20 +174,21 @@ def statistics(
             raise PlanError(f"statistic {name!r} needs {argument}=")
     if list(bins) != sorted(set(bins)):
         raise PlanError(f"bins={list(bins)} must rise")
-    for label, number in (("n_first", n_first), ("window", window), ("k", k), ("block", block)):
-        if number < 1:
-            raise PlanError(f"{label}={number} must be at least 1")
+    if targets is not None:
+        targets = torch.as_tensor(targets)
+        if targets.is_floating_point() or targets.dtype == torch.bool:
+            raise PlanError(f"targets are key positions, whole numbers, not {targets.dtype}")
     return KeepStatistics(
         _selection(layers, heads),
         tuple(dict.fromkeys(names)),
         queries,
         n_first,
         window,
-        tuple(bins),
+        bins,
         k,
         segments,
-        None if targets is None else torch.as_tensor(targets, dtype=torch.long),
-        x,
+        None if targets is None else targets.long(),
+        None if x is None else torch.as_tensor(x),
         block,
     )
 
@@ -214,12 +223,29 @@ def tensors(
     return KeepTensors(
         _selection(layers, heads),
         tuple(dict.fromkeys(names)),
-        None if positions is None else tuple(positions),
+        _wholes("positions", positions),
         place,
     )
 
 
 def _selection(layers: Sequence[int] | None, heads: HeadsLike | None) -> Selection:
-    if layers is not None and not len(layers):
+    wanted = _wholes("layers", layers)
+    if wanted == ():
         raise PlanError("layers=[] keeps nothing; leave it out to keep every layer")
-    return Selection(None if layers is None else tuple(layers), heads)
+    return Selection(wanted, heads)
+
+
+def is_whole(number: object) -> bool:
+    """Whether something is a whole number; True and False are not."""
+    return hasattr(number, "__index__") and not isinstance(number, bool | Tensor)
+
+
+def _wholes(label: str, numbers: Sequence[int] | None) -> tuple[int, ...] | None:
+    if numbers is None:
+        return None
+    if isinstance(numbers, str) or not isinstance(numbers, Iterable):
+        raise PlanError(f"{label}={numbers!r} must be a list of whole numbers")
+    listed = list(numbers.tolist() if isinstance(numbers, Tensor) else numbers)
+    if not all(is_whole(number) for number in listed):
+        raise PlanError(f"{label}={listed!r} must be whole numbers")
+    return tuple(index(number) for number in listed)

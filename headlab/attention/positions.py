@@ -15,7 +15,13 @@ def resolve_positions(positions: object, lengths: Tensor, argument: str) -> Tens
     Raises:
         PlanError: A position lies outside a sequence.
     """
-    wanted = torch.as_tensor(positions, dtype=torch.long, device=lengths.device)
+    try:
+        wanted = torch.as_tensor(positions, device=lengths.device)
+    except (ValueError, TypeError, RuntimeError) as error:
+        raise PlanError(f"{argument}={positions!r} must be positions, whole numbers") from error
+    if wanted.is_floating_point() or wanted.dtype == torch.bool:
+        raise PlanError(f"{argument}={positions!r} must be positions, whole numbers")
+    wanted = wanted.long()
     if wanted.dim() == 1:
         wanted = wanted.expand(len(lengths), -1)
     if wanted.dim() != 2 or wanted.shape[0] != len(lengths):
@@ -42,7 +48,14 @@ def membership(name: str, span: SpanLike, positions: Tensor) -> Tensor:
         return (
             at_positions(member[..., None], positions, f"segment {name!r}", missing=0)[..., 0] > 0
         )
-    spans = torch.as_tensor(span, device=positions.device)
+    try:
+        spans = torch.as_tensor(span, device=positions.device)
+    except (ValueError, TypeError, RuntimeError) as error:
+        raise PlanError(f"segment {name!r} must be a span (start, stop), not {span!r}") from error
+    if spans.is_floating_point() or spans.dtype == torch.bool or bool((spans < 0).any()):
+        raise PlanError(
+            f"segment {name!r} must be a span of positions counted from the start, not {span!r}"
+        )
     if spans.dim() == 1:
         spans = spans.expand(positions.shape[0], -1)
     if spans.shape != (positions.shape[0], 2) or bool((spans[:, 0] >= spans[:, 1]).any()):

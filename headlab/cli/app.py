@@ -13,7 +13,7 @@ from typing import Annotated, Optional
 
 import typer
 
-from headlab.errors import HeadlabError
+from headlab.errors import HeadlabError, PlanError
 
 app = typer.Typer(
     name="headlab",
@@ -171,6 +171,8 @@ def trace(
     result = found.trace(ids, keep=kept, logits="last")
     if out is not None:
         result.save(out)
+    if json and not (result.statistics or "rows" in keep):
+        raise PlanError("--json prints statistics and rows; write tensors with --out")
     if json:
         print(result.to_frame().to_json(orient="records"))
     else:

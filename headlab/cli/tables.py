@@ -47,6 +47,8 @@ def print_scores(scores: Scores, top: int) -> None:
             console.print(f"{info.title}: {ranked['note'].iloc[0]}", markup=False)
             continue
         console.print(table)
+        for note in sorted(set(ranked["note"][ranked["note"].str.contains("pass correction")])):
+            console.print(f"  {note}", markup=False)
         if len(ranked) > top:
             console.print(f"  {top} of {len(ranked)} heads", style="dim")
 

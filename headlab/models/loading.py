@@ -236,6 +236,10 @@ def _locate(name: str, revision: str | None, trust_remote_code: bool) -> _Locate
         gguf = open_embedded()
         return _Located(gguf.folder, EMBEDDED, f"embedded GGUF {gguf.sha256}", gguf.sha256[:16])
     path = Path(name).expanduser()
+    if path.is_file() and path.suffix.lower() != ".gguf":
+        raise ModelError(
+            f"{name!r} is a file but no GGUF; a model is {EMBEDDED!r}, a .gguf file, a folder or a hub id"
+        )
     if name.lower().endswith(".gguf"):
         gguf = converted(path.absolute())
         return _Located(gguf.folder, path.stem, str(path.absolute()), gguf.sha256[:16])

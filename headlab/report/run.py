@@ -155,7 +155,7 @@ def self_checks(model: Model, text: str) -> dict[str, float | str | bool]:
     checks: dict[str, float | str | bool] = {
         "largest logit difference under capture": difference,
         "difference within rounding": relative <= _ROUNDING.get(model.dtype, 5e-2),
-        "outputs bit-equal after capture": bool(torch.equal(before, after)),
+        "outputs bit-equal once capture has ended": bool(torch.equal(before, after)),
     }
     if not any(layer.sinks for layer in model.spec.layers):
         checks["largest deviation of a row's sum from 1"] = float(
@@ -169,6 +169,8 @@ def _warnings(scores: Scores, checks: dict[str, float | str | bool]) -> tuple[st
     for name in scores.names:
         rows = scores.frame[scores.frame["role"] == name]
         lost = rows[rows["score"].isna()]
+        for note in rows["note"][rows["note"].str.contains("pass correction")].unique()[:1]:
+            warnings.append(f"{name}: {note}.")
         if len(lost) == len(rows):
             warnings.append(f"{name}: {lost['note'].iloc[0]}.")
         elif len(lost):

@@ -8,6 +8,7 @@ heads of one role.
 
 from __future__ import annotations
 
+import math
 import warnings
 
 import numpy as np
@@ -50,7 +51,9 @@ def decide(info: RoleInfo, found: Measurement, alpha: float, seed: int) -> pd.Da
     with np.errstate(invalid="ignore"):
         claimed = (q <= alpha) & (score >= info.min_score) & (effect >= info.min_effect)
     layer, head = np.divmod(np.arange(n_layers * n_heads), n_heads)
-    general = found.notes.get((-1, -1), "")
+    general = "; ".join(
+        part for part in (found.notes.get((-1, -1), ""), _too_few(prompts, len(p), alpha)) if part
+    )
     frame = pd.DataFrame(
         {
             "role": info.name,
@@ -72,6 +75,14 @@ def decide(info: RoleInfo, found: Measurement, alpha: float, seed: int) -> pd.Da
         }
     )
     return frame[list(COLUMNS)]
+
+
+def _too_few(prompts: int, heads: int, alpha: float) -> str:
+    """A warning when the smallest p-value these prompts can give would not pass correction by itself."""
+    if 0.5**prompts * heads <= alpha:
+        return ""
+    needed = math.ceil(math.log2(heads / alpha))
+    return f"with {prompts} prompts no head can pass correction by itself; {needed} would do"
 
 
 def bootstrap_interval(

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import pandas as pd
 
+from headlab.attention.keep import is_whole
 from headlab.errors import UnsupportedError
 from headlab.roles.base import (
     ROLES,
@@ -99,10 +100,10 @@ def measure(
         raise UnsupportedError(
             f"{model.name} is an encoder-decoder; roles are defined for decoder-only and encoder-only models"
         )
-    if n_prompts < 2:
-        raise RoleError(f"n_prompts={n_prompts} leaves nothing to compare; take at least 2")
-    if seed < 0:
-        raise RoleError(f"seed={seed} must not be negative")
+    if not is_whole(n_prompts) or n_prompts < 2:
+        raise RoleError(f"n_prompts={n_prompts!r} must be a whole number of at least 2")
+    if not is_whole(seed) or seed < 0:
+        raise RoleError(f"seed={seed!r} must be a whole number, not negative")
     folder = None if haystack is None else Path(haystack)
     once: dict[str, Arrays] = {}
 

@@ -45,7 +45,7 @@ class Shards:
             self.folder.mkdir(parents=True, exist_ok=True)
             (self.folder / "configuration.json").write_text(text, "utf-8")
         except OSError as error:
-            raise _cannot_write(folder, error) from error
+            raise OutputError(f"cannot write to {folder}: {error.strerror or error}") from error
 
     def remember(self, key: str, compute: Callable[[], Arrays]) -> Arrays:
         """The stored arrays of this name, computed and stored first where there are none."""
