@@ -50,7 +50,7 @@ def run_case(case: str, tokens: int) -> dict[str, float]:
                     "lse", "entropy", "max", "argmax", "topk", "first_mass", "segment_mass", "local_mass",
                     "lag_mass", "mean_distance", "target_mass", "received", "block_map",
                     segments={"early": (1, n // 8), "late": (n // 2, n)},
-                    bins=[0, 1, 2, 4, 16, 64, 256, n],
+                    bins=[0, 1, 2, 4, 16, 64, 256, tokens],
                     targets=torch.arange(n) - 1,
                 )
             ]  # fmt: skip
