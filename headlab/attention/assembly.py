@@ -119,7 +119,7 @@ class _Assembly:
     def _pattern(self, layer: int, parts: list[Tensor], every: bool) -> Tensor:
         """Rows of all steps over keys in positions, and with ``every`` their queries in positions too."""
         width = self.collector.widths[layer]
-        grown = [torch.nn.functional.pad(part, (0, width - part.shape[3])) for part in parts]
+        grown = [_widened(part, width) for part in parts]
         joined = grown[0] if len(grown) == 1 else torch.cat(grown, 2)
         joined = self._moved(joined, 3, 0.0)
         return self._moved(joined, 2, torch.nan) if every else joined
@@ -156,6 +156,12 @@ class _Assembly:
         if not bool(beyond.any()):
             return x
         return x.masked_fill(beyond.view(_along(x, 2)), _blank_of(x))
+
+
+def _widened(rows: Tensor, width: int) -> Tensor:
+    """Rows over ``width`` keys; the same tensor where they are that wide, since padding always copies."""
+    missing = width - rows.shape[3]
+    return torch.nn.functional.pad(rows, (0, missing)) if missing else rows
 
 
 def _along(x: Tensor, axis: int) -> list[int]:

@@ -21,8 +21,8 @@ from headlab.kernels.dense import attend_rows, row_statistics
 from headlab.kernels.inputs import AttentionInputs, AttentionResult, Request
 from headlab.kernels.statistics import COLUMN_STATISTICS
 
-#: Bytes of scores a block may hold, so that scores and their exponentials stay in the cache.
-BLOCK_BYTES = 4 << 20
+#: Bytes of scores a block may hold: few enough for the cache, enough for threads to be worth their start.
+BLOCK_BYTES = 16 << 20
 
 _HIDDEN = -1e30  # finite, so that 0 · hidden is 0 where −inf would give NaN
 _RUN = 64
