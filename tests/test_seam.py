@@ -160,7 +160,7 @@ def test_an_error_inside_the_block_propagates_and_ends_every_edit() -> None:
         stumble()
     before.check()
     wrong_width = hl.add("0.0", torch.zeros(3))
-    with model.edit(wrong_width), pytest.raises(RuntimeError):  # torch's own complaint
+    with model.edit(wrong_width), pytest.raises(PlanError, match="does not fit"):
         model.logits(ids_of(5))
     before.check()
 
