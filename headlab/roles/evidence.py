@@ -52,7 +52,7 @@ def decide(info: RoleInfo, found: Measurement, alpha: float, seed: int) -> pd.Da
         claimed = (q <= alpha) & (score >= info.min_score) & (effect >= info.min_effect)
     layer, head = np.divmod(np.arange(n_layers * n_heads), n_heads)
     general = "; ".join(
-        part for part in (found.notes.get((-1, -1), ""), _too_few(prompts, len(p), alpha)) if part
+        part for part in (found.notes.get((-1, -1), ""), _too_few(prompts, int((~np.isnan(p)).sum()), alpha)) if part
     )
     frame = pd.DataFrame(
         {
@@ -79,7 +79,7 @@ def decide(info: RoleInfo, found: Measurement, alpha: float, seed: int) -> pd.Da
 
 def _too_few(prompts: int, heads: int, alpha: float) -> str:
     """A warning when the smallest p-value these prompts can give would not pass correction by itself."""
-    if 0.5**prompts * heads <= alpha:
+    if heads == 0 or 0.5**prompts * heads <= alpha:
         return ""
     needed = math.ceil(math.log2(heads / alpha))
     return f"with {prompts} prompts no head can pass correction by itself; {needed} would do"
