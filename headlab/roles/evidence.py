@@ -52,7 +52,12 @@ def decide(info: RoleInfo, found: Measurement, alpha: float, seed: int) -> pd.Da
         claimed = (q <= alpha) & (score >= info.min_score) & (effect >= info.min_effect)
     layer, head = np.divmod(np.arange(n_layers * n_heads), n_heads)
     general = "; ".join(
-        part for part in (found.notes.get((-1, -1), ""), _too_few(prompts, int((~np.isnan(p)).sum()), alpha)) if part
+        part
+        for part in (
+            found.notes.get((-1, -1), ""),
+            _too_few(prompts, int((~np.isnan(p)).sum()), alpha),
+        )
+        if part
     )
     frame = pd.DataFrame(
         {
