@@ -14,6 +14,7 @@ import pyarrow as pa
 from headlab.errors import OutputError
 from headlab.models.spec import ModelSpec
 from headlab.report import files
+from headlab.roles.confirm import CAUSAL_COLUMNS
 from headlab.roles.scores import Example, Scores, role_infos
 
 SCHEMA_VERSION = "1.0"
@@ -31,29 +32,6 @@ _EXAMPLE = pa.schema(
         ("value", pa.float64()),
     ]
 )
-
-CAUSAL_COLUMNS = (
-    "role",
-    "heads",
-    "method",
-    "metric",
-    "baseline",
-    "effect",
-    "ci_low",
-    "ci_high",
-    "control_effect",
-    "control_low",
-    "control_high",
-    "n",
-    "confirmed",
-    "note",
-)
-"""Columns of ``Report.causal``, in order.
-
-``heads`` names what was ablated together (``"L18H6"`` or ``"L18H6, L17H3"``), ``effect`` is the
-change of ``metric`` from ``baseline`` with its 95% interval, ``control_*`` the mean and range of
-the same for matched random heads, ``confirmed`` whether the effect lies beyond them.
-"""
 
 
 @dataclass(frozen=True)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
@@ -18,10 +19,11 @@ from headlab.report.environment import environment
 from headlab.report.model import ModelInfo, Report
 from headlab.roles import ALPHA, N_PROMPTS, Role, Scores
 from headlab.roles.base import forget
+from headlab.roles.confirm import confirm_roles
 from headlab.roles.examples import examples
-from headlab.roles.scoring import judge, measure, select
+from headlab.roles.scoring import judge, measure, prepare, read_data, select
 from headlab.roles.shards import Shards
-from headlab.tasks import prose
+from headlab.tasks import RecordsLike, prose
 
 if TYPE_CHECKING:
     from headlab.model import Model
@@ -40,6 +42,8 @@ def report(
     n_prompts: int = N_PROMPTS,
     alpha: float = ALPHA,
     haystack: str | Path | None = None,
+    data: Mapping[str, RecordsLike] | None = None,
+    causal: bool = False,
     fresh: bool = False,
     tell: Callable[[str], None] = lambda text: None,
 ) -> Report:
@@ -54,6 +58,8 @@ def report(
         n_prompts: Prompts per probe.
         alpha: False-discovery rate per role.
         haystack: Folder of ``.txt`` files to use in place of headlab's essays.
+        data: Probe data of yours by role; see :func:`headlab.score`.
+        causal: Whether to confirm the claimed heads of every role by ablation; see :func:`headlab.roles.confirm`.
         fresh: Whether to drop finished parts of an earlier run with the same settings.
         tell: Told, in a few words, what is being done.
 
@@ -63,7 +69,8 @@ def report(
         OutputError: The folder cannot be written; what is finished is kept.
     """
     started = time.monotonic()
-    chosen = select(roles)
+    chosen = select(roles, data)
+    records = read_data(chosen, data)
     text = prose(None if haystack is None else Path(haystack))
     configuration: dict[str, Any] = {
         "model": model.name,
@@ -76,6 +83,10 @@ def report(
         "n_prompts": n_prompts,
         "seed": seed,
         "text_sha256": hashlib.sha256(text.encode()).hexdigest(),
+        "data_sha256": {
+            name: hashlib.sha256(json.dumps(rows, sort_keys=True).encode()).hexdigest()
+            for name, rows in records.items()
+        },
         "headlab": headlab.__version__,
     }
     if model.edited:
@@ -83,8 +94,10 @@ def report(
         configuration["edited"] = uuid4().hex
     shards = None if out is None else Shards(Path(out) / "shards", configuration, fresh)
     remember = forget if shards is None else shards.remember
-    found = measure(model, chosen, seed, n_prompts, haystack, remember, tell)
+    probing = prepare(model, seed, n_prompts, haystack, remember, tell)
+    found = measure(probing, chosen, records)
     scores = judge(chosen, found, alpha, seed)
+    confirmed = confirm_roles(probing, chosen, scores, records) if causal else None
     tell("picking examples")
     shown = examples(model, scores, found, seed)
     tell("checking the instrument")
@@ -116,6 +129,7 @@ def report(
             "resumed_parts": 0 if shards is None else shards.resumed,
             "wall_seconds": round(time.monotonic() - started, 1),
         },
+        causal=confirmed,
     )
     if out is not None:
         tell("writing")

@@ -9,7 +9,18 @@ from headlab.roles import retrieval, induction, copying, previous_token, duplica
 from headlab.roles import sink, distance
 # isort: on
 
-from headlab.roles.base import ROLES, Look, Measurement, Probing, Role, RoleError, register
+from headlab.roles.base import (
+    ROLES,
+    Behaviour,
+    Detail,
+    Look,
+    Measurement,
+    Probing,
+    Role,
+    RoleError,
+    register,
+)
+from headlab.roles.confirm import confirm
 from headlab.roles.scores import COLUMNS, Example, RoleInfo, Scores, head_label, visible
 from headlab.roles.scoring import ALPHA, N_PROMPTS, score
 
@@ -18,6 +29,8 @@ __all__ = [
     "COLUMNS",
     "N_PROMPTS",
     "ROLES",
+    "Behaviour",
+    "Detail",
     "Example",
     "Look",
     "Measurement",
@@ -26,6 +39,7 @@ __all__ = [
     "RoleError",
     "RoleInfo",
     "Scores",
+    "confirm",
     "copying",
     "distance",
     "duplicate_token",

@@ -3,7 +3,8 @@
 The prompt is the unit: tokens of one prompt are not independent. Intervals are bootstrap percentiles over
 prompts. p-values are one-sided sign-flip tests of value − null, exact for up to 17 prompts and by Monte Carlo
 above, so they are never below 1 / (flips + 1). Corrected p-values are Benjamini and Hochberg's (1995) over the
-heads of one role.
+heads of one role. The effect size is the mean of value − null over prompts in units of its standard deviation
+(Cohen's d for pairs). The two halves are the prompts of even and of odd number.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from jaxtyping import Float
 from scipy.stats import false_discovery_control
 
 from headlab.roles.base import Measurement
-from headlab.roles.scores import COLUMNS, RoleInfo
+from headlab.roles.scores import COLUMNS, DETAIL_COLUMNS, RoleInfo
 
 RESAMPLES = 2000
 _EXACT = 17
@@ -43,6 +44,8 @@ def decide(info: RoleInfo, found: Measurement, alpha: float, seed: int) -> pd.Da
         warnings.simplefilter("ignore", RuntimeWarning)  # the mean of no prompts is NaN, as meant
         score, null_mean = np.nanmean(values, 0), np.nanmean(null, 0)
         low, high = bootstrap_interval(values, seed)
+        halves = np.nanmean(values[0::2], 0), np.nanmean(values[1::2], 0)
+        spread = np.nanstd(values - null, 0, ddof=1)
     p = sign_flip_p(values - null, seed)
     q = np.full_like(p, np.nan)
     if (~np.isnan(p)).any():
@@ -70,6 +73,11 @@ def decide(info: RoleInfo, found: Measurement, alpha: float, seed: int) -> pd.Da
             "n": n,
             "null_mean": null_mean,
             "effect": effect,
+            "effect_size": np.divide(
+                effect, spread, out=np.full_like(effect, np.nan), where=spread > 0
+            ),
+            "half_1": halves[0],
+            "half_2": halves[1],
             "p_value": p,
             "q_value": q,
             "claimed": claimed,
@@ -80,6 +88,31 @@ def decide(info: RoleInfo, found: Measurement, alpha: float, seed: int) -> pd.Da
         }
     )
     return frame[list(COLUMNS)]
+
+
+def details_frame(info: RoleInfo, found: Measurement) -> pd.DataFrame:
+    """A role's further numbers, with the columns of :data:`headlab.roles.scores.DETAIL_COLUMNS`; NaN is left out."""
+    frames = []
+    for name, detail in found.details.items():
+        values = np.asarray(detail.values, np.float64)
+        if detail.at is None:
+            values = values[..., None]
+        layer, head, at = (axis.ravel() for axis in np.indices(values.shape))
+        frame = pd.DataFrame(
+            {
+                "role": info.name,
+                "layer": layer,
+                "head": -1 if detail.per_layer else head,
+                "detail": name,
+                "at": np.nan if detail.at is None else np.asarray(detail.at, np.float64)[at],
+                "value": values.ravel(),
+                "meaning": detail.meaning,
+            }
+        )
+        frames.append(frame[frame["value"].notna()])
+    if not frames:
+        return pd.DataFrame(columns=list(DETAIL_COLUMNS))
+    return pd.concat(frames, ignore_index=True)[list(DETAIL_COLUMNS)]
 
 
 def _too_few(prompts: int, heads: int, alpha: float) -> str:

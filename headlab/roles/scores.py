@@ -10,12 +10,13 @@ import json
 import math
 import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from typing import Any, Literal, get_args
 
 import pandas as pd
 
 from headlab.errors import OutputError
+from headlab.roles.tables import checked_details, overlap, stability
 
 COLUMNS = (
     "role",
@@ -27,6 +28,9 @@ COLUMNS = (
     "n",
     "null_mean",
     "effect",
+    "effect_size",
+    "half_1",
+    "half_2",
     "p_value",
     "q_value",
     "claimed",
@@ -34,8 +38,22 @@ COLUMNS = (
 )
 """Columns of ``Scores.frame``, in order."""
 
+DETAIL_COLUMNS = ("role", "layer", "head", "detail", "at", "value", "meaning")
+"""Columns of ``Scores.details``, in order."""
+
 _INTEGERS = ("layer", "head", "n")
-_FLOATS = ("score", "ci_low", "ci_high", "null_mean", "effect", "p_value", "q_value")
+_FLOATS = (
+    "score",
+    "ci_low",
+    "ci_high",
+    "null_mean",
+    "effect",
+    "effect_size",
+    "half_1",
+    "half_2",
+    "p_value",
+    "q_value",
+)
 _TEXTS = ("role", "note")
 
 Kind = Literal["high", "median", "random"]
@@ -62,6 +80,9 @@ class RoleInfo:
         min_effect: Least score minus null of a claimed head, in units of the statistic.
         row_convention: Whether a row belongs to the position that predicts a token or to the
             token's own position.
+        reduction: How rows and prompts become one number per head.
+        sink_convention: What is done with attention on the first token.
+        ablation: How the causal check takes the role away: kind and phase.
     """
 
     name: str
@@ -74,6 +95,9 @@ class RoleInfo:
     min_score: float
     min_effect: float
     row_convention: str
+    reduction: str = "mean over rows, then over prompts"
+    sink_convention: str = "kept"
+    ablation: str = "z set to zero at every position, of prompt and answer"
 
 
 @dataclass(frozen=True)
@@ -138,11 +162,16 @@ class Scores:
     """Scores of heads for roles, one row per (role, layer, head), with the evidence in the row.
 
     Attributes:
-        frame: Columns ``role, layer, head, score, ci_low, ci_high, n, null_mean, effect, p_value,
-            q_value, claimed, note``. A head that could not be measured has a NaN score and says why
-            in ``note``. The frame is a copy of what was passed, with a fresh index.
+        frame: Columns ``role, layer, head, score, ci_low, ci_high, n, null_mean, effect, effect_size,
+            half_1, half_2, p_value, q_value, claimed, note``; ``effect_size`` is Cohen's d over
+            prompts, ``half_1`` and ``half_2`` the scores on two disjoint halves of the prompts. A
+            head that could not be measured has a NaN score and says why in ``note``. The frame is
+            a copy of what was passed, with a fresh index.
         alpha: Level the corrected p-values were compared with.
         roles: One :class:`RoleInfo` per role, in the order they were asked for.
+        details: What explains the scores but decides nothing, such as a head's lag profile: columns
+            ``role, layer, head, detail, at, value, meaning``; head −1 stands for the whole layer,
+            ``at`` is NaN for single numbers and the place of an entry in a profile.
 
     Raises:
         OutputError: The frame is not such a table.
@@ -151,11 +180,15 @@ class Scores:
     frame: pd.DataFrame
     alpha: float
     roles: tuple[RoleInfo, ...]
+    details: pd.DataFrame = field(
+        default_factory=lambda: pd.DataFrame(columns=list(DETAIL_COLUMNS))
+    )
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "roles", tuple(self.roles))
         object.__setattr__(self, "alpha", float(self.alpha))
         object.__setattr__(self, "frame", _checked(self.frame, self.alpha, self.names))
+        object.__setattr__(self, "details", checked_details(self.details, self.names))
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -186,13 +219,36 @@ class Scores:
         rows = self.ranked(role)
         return _labels(rows[rows["claimed"]])
 
+    def detail(self, role: str, name: str) -> pd.DataFrame:
+        """One detail of a role: columns ``layer``, ``head``, ``at`` and ``value``.
+
+        Raises:
+            OutputError: There is no such detail.
+        """
+        self.role(role)
+        of_role = self.details[self.details["role"] == role]
+        rows = of_role[of_role["detail"] == name]
+        if rows.empty:
+            known = ", ".join(sorted(of_role["detail"].unique())) or "none"
+            raise OutputError(f"{role} has no detail {name!r}; it has {known}")
+        return rows[["layer", "head", "at", "value"]].reset_index(drop=True)
+
+    def overlap(self) -> pd.DataFrame:
+        """How many heads are claimed for both of two roles; the diagonal counts each role's heads."""
+        return overlap(self.frame, self.names)
+
+    def stability(self) -> pd.DataFrame:
+        """How far two disjoint halves of the probe agree on the heads of each role; see :func:`tables.stability`."""
+        return stability(self.frame, self.names)
+
     def to_dict(self) -> dict[str, Any]:
-        """Plain data: ``alpha``, ``roles``, ``claimed`` heads per role, ``rows``; NaN is None."""
+        """Plain data: ``alpha``, ``roles``, ``claimed`` heads per role, ``rows``, ``details``; NaN is None."""
         return {
             "alpha": self.alpha,
             "roles": [asdict(info) for info in self.roles],
             "claimed": {name: self.claimed(name) for name in self.names},
             "rows": [_plain(row) for row in self.frame.to_dict("records")],
+            "details": [_plain(row) for row in self.details.to_dict("records")],
         }
 
     def to_json(self, indent: int | None = None) -> str:
@@ -210,7 +266,8 @@ class Scores:
             data = json.loads(text)
             roles = role_infos(data["roles"])
             frame = pd.DataFrame(data["rows"], columns=list(COLUMNS))
-            return cls(frame, data["alpha"], roles)
+            details = pd.DataFrame(data["details"], columns=list(DETAIL_COLUMNS))
+            return cls(frame, data["alpha"], roles, details)
         except (ValueError, KeyError, TypeError) as error:
             raise OutputError(f"the text is not scores written by headlab: {error!r}") from error
 
@@ -267,8 +324,17 @@ def head_label(layer: int, head: int) -> str:
 
 def role_infos(data: Iterable[Mapping[str, Any]]) -> tuple[RoleInfo, ...]:
     """Role descriptions from plain data; unknown keys are ignored so that newer files open."""
-    known = [field.name for field in fields(RoleInfo)]
-    return tuple(RoleInfo(**{key: item[key] for key in known}) for item in data)
+    # A field with a default may be missing: an older headlab did not write it.
+    return tuple(
+        RoleInfo(
+            **{
+                known.name: item[known.name]
+                for known in fields(RoleInfo)
+                if known.default is MISSING or known.name in item
+            }
+        )
+        for item in data
+    )
 
 
 def visible(text: str, limit: int = 40) -> str:

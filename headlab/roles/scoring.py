@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,9 +21,11 @@ from headlab.roles.base import (
     Role,
     RoleError,
     forget,
+    load_entry_points,
 )
-from headlab.roles.evidence import decide
+from headlab.roles.evidence import decide, details_frame
 from headlab.roles.scores import Scores
+from headlab.tasks.records import RecordsLike, read_records
 
 if TYPE_CHECKING:
     from headlab.model import Model
@@ -33,6 +36,10 @@ ALPHA = 0.05
 N_PROMPTS = 20
 
 
+#: A role's own records, by its name.
+Data = Mapping[str, tuple[dict[str, object], ...]]
+
+
 def score(
     model: Model,
     roles: str | Iterable[str | Role] = "all",
@@ -41,6 +48,7 @@ def score(
     n_prompts: int = N_PROMPTS,
     alpha: float = ALPHA,
     haystack: str | Path | None = None,
+    data: Mapping[str, RecordsLike] | None = None,
     remember: Remember = forget,
     tell: Callable[[str], None] = lambda text: None,
 ) -> Scores:
@@ -49,53 +57,93 @@ def score(
     Args:
         model: The model.
         roles: ``"all"``, names such as ``"induction,sink"`` or ``["induction", "sink"]``, or :class:`Role` objects.
+            ``"all"`` leaves out the roles that need data of yours and got none.
         seed: Seed of prompts, resampling and sign flips; the same seed gives the same table.
         n_prompts: Prompts per probe.
         alpha: False-discovery rate per role.
         haystack: Folder of ``.txt`` files to use in place of headlab's essays.
+        data: Probe data of yours in place of headlab's, by role: a path to a JSON Lines file, a ``datasets``
+            dataset, or a list of records. ``Role.schema`` says what a record holds.
         remember: Keeps finished parts; see :class:`headlab.roles.shards.Shards`.
         tell: Told, in a few words, what is being done.
 
     Raises:
-        RoleError: A role does not exist.
+        RoleError: A role does not exist, or takes no data, or needs some.
+        RecordError: Data cannot be read or does not fit its role's schema.
         UnsupportedError: The model is an encoder-decoder.
     """
-    chosen = select(roles)
-    return judge(
-        chosen, measure(model, chosen, seed, n_prompts, haystack, remember, tell), alpha, seed
-    )
+    chosen = select(roles, data)
+    probing = prepare(model, seed, n_prompts, haystack, remember, tell)
+    return judge(chosen, measure(probing, chosen, read_data(chosen, data)), alpha, seed)
 
 
-def select(roles: str | Iterable[str | Role]) -> tuple[Role, ...]:
+def select(
+    roles: str | Iterable[str | Role], data: Mapping[str, RecordsLike] | None = None
+) -> tuple[Role, ...]:
     """Roles by name or object.
 
     Raises:
-        RoleError: A role does not exist, or none is named.
+        RoleError: A role does not exist, or none is named, or one that is named needs data.
     """
-    if isinstance(roles, str):
-        roles = ROLES.values() if roles == "all" else [part.strip() for part in roles.split(",")]
+    load_entry_points()
+    given = data or {}
+    if isinstance(roles, str) and roles == "all":
+        roles = [role for name, role in ROLES.items() if not role.needs_records or name in given]
+    elif isinstance(roles, str):
+        roles = [part.strip() for part in roles.split(",")]
     chosen: list[Role] = []
     for role in roles:
         if isinstance(role, str):
             if role not in ROLES:
                 raise RoleError(f"there is no role {role!r}; there are {', '.join(ROLES)}")
             role = ROLES[role]
+        if role.needs_records and role.info.name not in given:
+            name = role.info.name
+            raise RoleError(
+                f"role {name!r} is defined by data of yours, and none was given for it: pass data for {name!r}; "
+                f"`headlab tasks schema {name}` says what a record holds"
+            )
         chosen.append(role)
     if not chosen:
         raise RoleError(f"no role was named; there are {', '.join(ROLES)}")
     return tuple(dict.fromkeys(chosen))
 
 
-def measure(
+def read_data(roles: tuple[Role, ...], data: Mapping[str, RecordsLike] | None) -> Data:
+    """The user's records for roles, checked against their schemas.
+
+    Raises:
+        RoleError: Data is given for a role that is not scored or takes none.
+        RecordError: Data cannot be read or does not fit.
+    """
+    by_name = {role.info.name: role for role in roles}
+    found = {}
+    for name, source in (data or {}).items():
+        if name not in by_name:
+            raise RoleError(
+                f"data was given for {name!r}, which is not among the roles to score: {', '.join(by_name)}"
+            )
+        schema = by_name[name].schema
+        if schema is None:
+            raise RoleError(f"role {name!r} makes its own prompts and takes no data")
+        found[name] = read_records(source, schema, name)
+    return found
+
+
+def prepare(
     model: Model,
-    roles: tuple[Role, ...],
     seed: int,
     n_prompts: int,
     haystack: str | Path | None,
     remember: Remember = forget,
     tell: Callable[[str], None] = lambda text: None,
-) -> dict[str, Measurement]:
-    """Run the probes of roles."""
+) -> Probing:
+    """What roles probe a model with.
+
+    Raises:
+        RoleError: A setting makes no sense.
+        UnsupportedError: The model is an encoder-decoder.
+    """
     if any(layer.stack == "cross" for layer in model.spec.layers):
         raise UnsupportedError(
             f"{model.name} is an encoder-decoder; roles are defined for decoder-only and encoder-only models"
@@ -113,20 +161,33 @@ def measure(
             once[key] = remember(key, compute)
         return once[key]
 
-    def telling(name: str, text: str) -> None:
-        tell(f"{name}: {text}")
+    return Probing(model, seed, n_prompts, folder, None, within_run, tell)
 
-    found = {}
-    for role in roles:
-        name = role.info.name
-        probing = Probing(model, seed, n_prompts, folder, within_run, partial(telling, name))
-        found[name] = role.measure(probing)
-    return found
+
+def for_role(probing: Probing, role: Role, data: Data) -> Probing:
+    """The same for one role: with its records, and its name before what is told."""
+    name, tell = role.info.name, probing.tell
+    return replace(probing, records=data.get(name), tell=partial(_telling, tell, role.info.name))
+
+
+def _telling(tell: Callable[[str], None], name: str, text: str) -> None:
+    tell(f"{name}: {text}")
+
+
+def measure(probing: Probing, roles: tuple[Role, ...], data: Data) -> dict[str, Measurement]:
+    """Run the probes of roles."""
+    return {role.info.name: role.measure(for_role(probing, role, data)) for role in roles}
 
 
 def judge(
-    roles: tuple[Role, ...], found: dict[str, Measurement], alpha: float, seed: int
+    roles: tuple[Role, ...], found: Mapping[str, Measurement], alpha: float, seed: int
 ) -> Scores:
     """Turn measurements into scores."""
     frames = [decide(role.info, found[role.info.name], alpha, seed) for role in roles]
-    return Scores(pd.concat(frames, ignore_index=True), alpha, tuple(role.info for role in roles))
+    details = [details_frame(role.info, found[role.info.name]) for role in roles]
+    return Scores(
+        pd.concat(frames, ignore_index=True),
+        alpha,
+        tuple(role.info for role in roles),
+        pd.concat(details, ignore_index=True),
+    )
