@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pandas as pd
 
 from headlab.report import CAUSAL_COLUMNS, ModelInfo, Report, environment
-from headlab.roles.scores import COLUMNS, Example, RoleInfo, Scores
+from headlab.roles.scores import COLUMNS, DETAIL_COLUMNS, Example, RoleInfo, Scores
 
 HOSTILE = (
     "</script><script>document.title='owned'</script>",
@@ -107,8 +109,28 @@ def make_scores(
                 q = min(1.0, p * 12)
                 claimed = (layer, head) in chosen
                 row = (info.name, layer, head, score, score - width, score + width)
-                rows.append((*row, 480, null, score - null, p, q, claimed, note))
-    return Scores(pd.DataFrame(rows, columns=list(COLUMNS)), 0.05, infos)
+                halves = score - width / 3, score + width / 3
+                effect = score - null
+                rows.append((*row, 480, null, effect, 9 * effect, *halves, p, q, claimed, note))
+    frame = pd.DataFrame(rows, columns=list(COLUMNS))
+    return Scores(frame, 0.05, infos, make_details(frame))
+
+
+def make_details(frame: pd.DataFrame) -> pd.DataFrame:
+    """A number and a profile of every head for the first role, and a number of every layer."""
+    rows = []
+    name = frame["role"].iloc[0] if len(frame) else ""
+    for row in frame[frame["role"] == name].to_dict("records"):
+        at = (name, row["layer"], row["head"])
+        rows.append((*at, "activation_frequency", math.nan, 0.4, "share of trials with a hit"))
+        rows += [
+            (*at, "lag_profile", float(lag), 1 / lag, "attention by lag, per key")
+            for lag in (1, 2, 4)
+        ]
+        if row["head"] == 0:
+            layer = (name, row["layer"], -1, "massive_activation", math.nan, 900.0)
+            rows.append((*layer, "largest activation over the median"))
+    return pd.DataFrame(rows, columns=list(DETAIL_COLUMNS))
 
 
 def make_examples(scores: Scores, *, top: int = 8, each: int = 3, length: int = 64, seed: int = 0):

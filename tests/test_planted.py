@@ -11,7 +11,7 @@ from transformers import GPT2LMHeadModel, LlamaForCausalLM
 from headlab import planted
 from headlab.errors import HeadError, HeadlabError, PlanError
 from headlab.planted import Planted
-from headlab.planted.kernels import not_self_kernel, previous_kernel
+from headlab.planted.kernels import not_self_kernel, offset_kernel
 
 HEADS = {
     "L0H2": "sink",
@@ -319,10 +319,82 @@ def test_scramble_refuses_what_is_not_there(model):
 def test_position_kernels_single_out_one_distance(n):
     distance = np.arange(n)
     rope = (0.05 / n) ** (np.arange(8) / 8)
-    scores = previous_kernel(rope, n)(distance)
+    scores = offset_kernel(rope, n)(distance)
     weights = np.exp(scores - scores.max())
     assert weights[1] / weights.sum() > 0.97
     kernel, spread = not_self_kernel(rope, n)
     scores = kernel(distance)
     assert scores[1:].min() - scores[0] > 3.99
     assert np.ptp(scores[1:]) < spread + 0.01
+
+
+# -- roles whose words carry a meaning -----------------------------------------------------------
+
+MEANT = {
+    "L0H1": "positional",
+    "L1H0": "previous_token",
+    "L1H3": "contextual",
+    "L2H1": "retrieval",
+    "L2H3": "temporal",
+}
+
+
+@pytest.mark.parametrize(("family", "n_kv_heads"), [("llama", None), ("llama", 2), ("gpt2", None)])
+def test_heads_of_meaning_do_what_their_records_ask(family, n_kv_heads):
+    model = make(family, MEANT, n_kv_heads=n_kv_heads, max_context=160)
+    tokenizer = model.tokenizer
+
+    def continued(text: str, n: int) -> str:
+        ids = tokenizer(text, return_tensors="pt").input_ids
+        with torch.no_grad():
+            made = model.module.generate(ids, max_new_tokens=n, do_sample=False)
+        return tokenizer.decode(made[0, ids.shape[1] :])
+
+    for record in model.records("retrieval", 5):
+        assert continued(record["prompt"], 3) == record["answer"]
+    told = [record for record in model.records("temporal", 5) if "answers" in record]
+    assert len(told) == 5
+    for record in told:
+        for time, answer in record["answers"].items():
+            assert continued(record["template"].format(time=time), 1) == answer
+    for record in model.records("contextual", 4):
+        ids = tokenizer(" ".join([*record["documents"], record["response"]]), return_tensors="pt")
+        pattern = patterns(model, ids.input_ids)[0, 1, 3, -4:, 1:]
+        masses = [float(pattern[:, 12 * at : 12 * at + 12].sum(1).min()) for at in range(4)]
+        assert masses[record["gold"]] > 0.5
+        assert sum(masses) - masses[record["gold"]] < 0.02
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_a_positional_head_looks_four_tokens_back(family):
+    model = make(family, MEANT, max_context=160)
+    pattern = patterns(model, repeated(model))[:, 0, 1]
+    assert pattern.diagonal(-4, -2, -1).mean() > 0.9
+
+
+@pytest.mark.parametrize(
+    ("head", "part", "lost"),
+    [
+        ("L2H1", "ov", {"L2H1"}),
+        ("L2H3", "ov", {"L2H3"}),
+        ("L1H3", "ov", set()),
+        ("L1H0", "qk", {"L1H0", "L2H1"}),
+    ],
+)
+def test_the_truth_after_a_scramble_says_what_is_lost(head, part, lost):
+    model = make("llama", MEANT, max_context=160)
+    left = planted.scramble(model, head, part).truth
+    assert set(MEANT) - set(left) == lost
+
+
+def test_records_differ_with_the_seed_and_only_with_it():
+    model = make("llama", MEANT, max_context=160)
+    assert model.records("temporal", 8, seed=1) == model.records("temporal", 8, seed=1)
+    assert model.records("temporal", 8, seed=1) != model.records("temporal", 8, seed=2)
+    with pytest.raises(PlanError, match="no records for 'sink'"):
+        model.records("sink")
+
+
+def test_a_vocabulary_without_the_words_is_refused():
+    with pytest.raises(PlanError, match="needs the word"):
+        make("llama", {"L0H0": "temporal"}, vocab=40)

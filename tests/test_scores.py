@@ -15,7 +15,11 @@ NAN = float("nan")
 
 def frame_of(**changes):
     row = dict(
-        zip(COLUMNS, ("a", 0, 1, 0.5, 0.4, 0.6, 9, 0.1, 0.4, 0.01, 0.02, True, ""), strict=True)
+        zip(
+            COLUMNS,
+            ("a", 0, 1, 0.5, 0.4, 0.6, 9, 0.1, 0.4, 2.0, 0.45, 0.55, 0.01, 0.02, True, ""),
+            strict=True,
+        )
     )
     return pd.DataFrame([{**row, **changes}])
 

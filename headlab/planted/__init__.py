@@ -39,6 +39,16 @@ vector of ones, so LayerNorm's centring removes nothing.
   needs a previous_token head in an earlier layer. Without a match its scores are nearly flat. OV
   copies token → output.
 * ``sink``: a constant query against the flag; writes next to nothing.
+* ``positional``: as previous_token, four tokens back. OV copies token → scratch.
+* ``retrieval``: induction for a few marked words only (a cue and the colours), so that it copies an
+  answer that follows the cue and is no induction head at large. OV copies token → output.
+* ``contextual``: topic of the query's word against topic of the key's; words of four topics. OV
+  copies token → scratch.
+* ``temporal``: a constant query against the codes of four times; OV maps the code of a time to the
+  code of the object of that time, in output.
+
+The words that carry a meaning stand in ``meanings.py``, with the linear programmes that tell them
+apart; ``Planted.records`` writes probe data with them.
 
 Rotary embedding does not disturb the content dimensions: RoPE's θ is so large (about 1e16) that the
 pairs holding them turn by no more than 0.05 rad over the whole context.
@@ -46,7 +56,8 @@ pairs holding them turn by no more than 0.05 rad over the whole context.
 The other heads are random: ``distractors`` of them with scores that spread by 0.4 nats and an
 output of norm 0.1, the rest with less of both. MLPs are random and negligible. With grouped
 key/value heads a group's keys and values serve all of its query heads: any roles go together except
-induction with duplicate_token.
+induction and retrieval, whose keys hold the token before, with duplicate_token, contextual and
+temporal, whose keys hold the token itself.
 
 Limits: the roles hold for sequences of up to ``max_context`` tokens. Llama's sink is the BOS token:
 it needs one (the tokenizer adds it) and would follow a second one too; GPT-2's is position 0,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,6 +21,7 @@ from transformers import (
 
 from headlab.planted.circuits import Circuits, Layer
 from headlab.planted.plan import DEFAULT_HEADS, Plan, make_plan
+from headlab.planted.records import records
 from headlab.planted.seeds import generator
 from headlab.planted.stream import Stream, make_stream, position_embedding, token_embedding
 from headlab.planted.words import BOS, EOS, PAD, SPECIAL, tokenizer
@@ -46,6 +48,19 @@ class Planted:
     truth: dict[str, str]
     distractors: tuple[str, ...] = ()
 
+    def records(self, role: str, n: int = 20, seed: int = 0) -> list[dict[str, Any]]:
+        """Probe data in this model's words, for ``hl.score(..., data={role: planted.records(role)})``.
+
+        Args:
+            role: ``"retrieval"``, ``"temporal"`` (which gives an invariant record beside each) or ``"contextual"``.
+            n: Records.
+            seed: Seed of the words.
+
+        Raises:
+            PlanError: The role takes no records of its own.
+        """
+        return records(role, self.module.config.vocab_size, n, seed)
+
 
 def model(
     family: str = "llama",
@@ -63,8 +78,8 @@ def model(
     Args:
         family: ``"llama"`` (RMSNorm, RoPE, SwiGLU) or ``"gpt2"`` (LayerNorm, learned positions).
         heads: Role by head, heads written ``"L1H0"``, ``"1.0"`` or ``(1, 0)``. Roles:
-            ``previous_token``, ``duplicate_token``, ``induction``, ``sink``. May be empty: a model
-            without any role.
+            ``previous_token``, ``duplicate_token``, ``induction``, ``sink``, ``positional``,
+            ``retrieval``, ``contextual``, ``temporal``. May be empty: a model without any role.
         distractors: How many further heads get random, diffuse weights of a size worth noticing.
         n_layers: Layers; by default one more than the heads need, at least 4.
         n_heads: Query heads per layer; by default as many as needed, at least 4.

@@ -15,8 +15,9 @@ from numpy.typing import NDArray
 
 from headlab.attention.heads import Head
 from headlab.planted.codes import match_gain
-from headlab.planted.kernels import Kernel, not_self_kernel, previous_kernel
-from headlab.planted.plan import Plan
+from headlab.planted.kernels import Kernel, not_self_kernel, offset_kernel
+from headlab.planted.meanings import Meanings
+from headlab.planted.plan import READS_PREVIOUS, Plan
 from headlab.planted.seeds import generator
 from headlab.planted.stream import (
     CONSTANT_NORM,
@@ -28,6 +29,9 @@ from headlab.planted.stream import (
 )
 
 Array = NDArray[np.float64]
+
+#: How many tokens back a positional head looks.
+OFFSET = 4
 
 # Norms of the parts of a planted key; queries carry the rest of each score.
 _KEY_POSITION, _KEY_FLAG, _KEY_CODE = 4.0, 6.0, 6.0
@@ -93,7 +97,7 @@ class Circuits:
         else:
             rows[:FLAG] = _KEY_POSITION * self._position
         rows[FLAG] = _KEY_FLAG / stream.gain * stream.flag
-        code = stream.previous if "induction" in roles else stream.token
+        code = stream.previous if roles.intersection(READS_PREVIOUS) else stream.token
         rows[CONTENT:] = _KEY_CODE / stream.gain * code.T
         return self._placed(rows)
 
@@ -117,6 +121,18 @@ class Circuits:
             case "induction":
                 match = match_gain(self.stream.codes, self.plan.max_context)
                 return self._placed(self._by_code(match * self._previous_boost(head)))
+            case "positional":
+                return self._placed(self._by_distance(self._offset))
+            case "retrieval":
+                boost = self._previous_boost(head)
+                return self._placed(self._by_meaning(boost * self._meanings.marked_match()))
+            case "contextual":
+                return self._placed(self._by_meaning(self._meanings.same_topic()))
+            case "temporal":
+                rows = np.zeros((D_HEAD, self.stream.d_model))
+                weights = self._root / _KEY_CODE * self._meanings.time_query()
+                rows[CONTENT:] = np.outer(weights, self._one)
+                return self._placed(rows)
             case "sink":
                 rows = np.zeros((D_HEAD, self.stream.d_model))
                 score = np.log(self.plan.max_context) + 4.0
@@ -136,8 +152,13 @@ class Circuits:
                 return self._writer(stream.previous, self._previous_write)
             case "induction":
                 return self._writer(stream.output, min(1.0, 2.0 / len(plan.of_role("induction"))))
-            case "duplicate_token":
-                return self._writer(stream.scratch, 1.0 / len(plan.of_role("duplicate_token")))
+            case "retrieval":
+                return self._writer(stream.output, min(1.0, 2.0 / len(plan.of_role("retrieval"))))
+            case "temporal":
+                share = min(1.0, 2.0 / len(plan.of_role("temporal")))
+                return self._writer(stream.output @ self._meanings.object_of_time(), share)
+            case "duplicate_token" | "positional" | "contextual" as role:
+                return self._writer(stream.scratch, 1.0 / len(plan.of_role(role)))
         write = _DISTRACTOR_WRITE if head in plan.distractors else _BACKGROUND_WRITE
         draws = generator(plan.seed, "output", *head).standard_normal(
             (stream.d_model, stream.d_head)
@@ -175,7 +196,15 @@ class Circuits:
 
     @cached_property
     def _previous(self) -> Kernel:
-        return previous_kernel(self.stream.frequencies, self.plan.max_context)
+        return offset_kernel(self.stream.frequencies, self.plan.max_context)
+
+    @cached_property
+    def _offset(self) -> Kernel:
+        return offset_kernel(self.stream.frequencies, self.plan.max_context, OFFSET)
+
+    @cached_property
+    def _meanings(self) -> Meanings:
+        return Meanings(self.stream.codes, self.plan.max_context)
 
     @cached_property
     def _not_self(self) -> tuple[Kernel, float]:
@@ -185,6 +214,12 @@ class Circuits:
         rows = np.zeros((D_HEAD, self.stream.d_model))
         scale = match * self._root / (_KEY_CODE * self.stream.gain)
         rows[CONTENT:] = scale * self.stream.token.T
+        return rows
+
+    def _by_meaning(self, matrix: Array) -> Array:
+        """Query rows whose score with a planted key is code of key · ``matrix`` · code of query, in nats."""
+        rows = np.zeros((D_HEAD, self.stream.d_model))
+        rows[CONTENT:] = self._root / (_KEY_CODE * self.stream.gain) * matrix @ self.stream.token.T
         return rows
 
     def _by_distance(self, kernel: Kernel) -> Array:

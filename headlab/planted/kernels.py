@@ -32,19 +32,19 @@ class Kernel:
         return _features(self.frequencies, distance) @ np.concatenate([self.cos, self.sin])
 
 
-def previous_kernel(frequencies: Array, n: int, leak: float = 0.02) -> Kernel:
-    """The cheapest kernel under which distance 1 beats every other distance below ``n``.
+def offset_kernel(frequencies: Array, n: int, offset: int = 1, leak: float = 0.02) -> Kernel:
+    """The cheapest kernel under which one distance beats every other distance below ``n``.
 
-    Scaled so that all others together hold at most ``leak`` times the weight of the previous token.
+    Scaled so that all others together hold at most ``leak`` times the weight of the token ``offset`` back.
     """
     features = _features(frequencies, np.arange(n))
-    above = features[1] - np.delete(features, 1, axis=0)
+    above = features[offset] - np.delete(features, offset, axis=0)
     size = features.shape[1]
     amplitudes = _solve(
         cost=np.ones(2 * size),
         at_most=np.hstack([-above, above]),
         limit=-np.ones(len(above)),
-        what="previous_token",
+        what=f"distance {offset}",
         n=n,
     )
     weights = amplitudes[:size] - amplitudes[size:]

@@ -8,10 +8,24 @@ from dataclasses import dataclass, replace
 
 from headlab.attention.heads import Head
 from headlab.errors import HeadError, PlanError
+from headlab.planted.meanings import check_words
 from headlab.planted.seeds import generator
 
 FAMILIES = ("llama", "gpt2")
-ROLES = ("previous_token", "duplicate_token", "induction", "sink")
+ROLES = (
+    "previous_token",
+    "duplicate_token",
+    "induction",
+    "sink",
+    "positional",
+    "retrieval",
+    "contextual",
+    "temporal",
+)
+#: Roles whose keys hold the code of the token before; they read what a previous_token head writes.
+READS_PREVIOUS = ("induction", "retrieval")
+#: Roles whose keys hold the code of the token itself.
+READS_TOKEN = ("duplicate_token", "contextual", "temporal")
 DEFAULT_HEADS = {"L1H0": "previous_token", "L2H1": "induction"}
 
 MIN_VOCAB, MIN_CONTEXT, MAX_CONTEXT = 16, 8, 16384
@@ -156,25 +170,28 @@ def _enough_heads(roles: dict[Head, str], distractors: int, n_layers: int, multi
 
 
 def _check_roles(plan: Plan) -> None:
-    for head in plan.of_role("induction"):
-        if not plan.of_role("previous_token", before=head.layer):
+    for head, role in plan.roles.items():
+        check_words(role, plan.vocab)
+        if role in READS_PREVIOUS and not plan.of_role("previous_token", before=head.layer):
             where = (
                 f"in layers 0–{head.layer - 1}"
                 if head.layer
-                else "in layer 0 and move the induction head to a later layer"
+                else f"in layer 0 and move the {role} head to a later layer"
             )
             raise PlanError(
-                f"induction head {head} needs a previous_token head in an earlier layer to read "
+                f"{role} head {head} needs a previous_token head in an earlier layer to read "
                 f"from: add one {where}"
             )
     for layer in range(plan.n_layers):
         for kv_head in range(plan.n_kv_heads):
-            if {"induction", "duplicate_token"} <= plan.group_roles(layer, kv_head):
+            planted = plan.group_roles(layer, kv_head)
+            before, itself = planted.intersection(READS_PREVIOUS), planted.intersection(READS_TOKEN)
+            if before and itself:
                 first = kv_head * plan.group_size
                 last = first + plan.group_size - 1
                 raise PlanError(
                     f"heads {Head(layer, first)} to {Head(layer, last)} share one key head, which "
-                    "cannot serve both induction and duplicate_token: move one to another group"
+                    f"cannot serve both {min(before)} and {min(itself)}: move one to another group"
                 )
 
 

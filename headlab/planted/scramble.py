@@ -11,10 +11,12 @@ from transformers import PreTrainedModel
 from headlab.attention.heads import Head
 from headlab.errors import HeadError, PlanError
 from headlab.planted.build import Planted
-from headlab.planted.plan import read_head
+from headlab.planted.plan import READS_PREVIOUS, read_head
 from headlab.planted.seeds import generator
 
 PARTS = ("qk", "ov")
+#: Roles that are about what a head writes, not only about where it looks.
+NEEDS_OV = ("induction", "retrieval", "temporal")
 
 
 @dataclass(frozen=True)
@@ -46,8 +48,9 @@ def scramble(
 
     Returns:
         The changed copy. Its truth names only what still holds: the head loses a role that needs
-        the part (induction needs both; the other roles are about attention, so they survive a
-        random OV), and induction heads left with no previous_token head to read from lose theirs.
+        the part (induction, retrieval and temporal need both; the other roles are about attention,
+        so they survive a random OV), and induction and retrieval heads left with no previous_token
+        head to read from lose theirs.
 
     Raises:
         HeadError: The head cannot be read, or lies outside the model.
@@ -77,7 +80,7 @@ def scramble(
 def _truth(truth: dict[str, str], scrambled: Head, part: str) -> dict[str, str]:
     """The roles that still hold once a head's part is random."""
     roles = {read_head(name): role for name, role in truth.items()}
-    lost = {scrambled} if part == "qk" or roles.get(scrambled) == "induction" else set()
+    lost = {scrambled} if part == "qk" or roles.get(scrambled) in NEEDS_OV else set()
     if roles.get(scrambled) == "previous_token":
         feeds = [
             head for head, role in roles.items() if role == "previous_token" and head != scrambled
@@ -85,7 +88,7 @@ def _truth(truth: dict[str, str], scrambled: Head, part: str) -> dict[str, str]:
         lost |= {
             head
             for head, role in roles.items()
-            if role == "induction" and not any(feed.layer < head.layer for feed in feeds)
+            if role in READS_PREVIOUS and not any(feed.layer < head.layer for feed in feeds)
         }
     return {str(head): role for head, role in roles.items() if head not in lost}
 

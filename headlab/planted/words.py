@@ -21,7 +21,7 @@ _WORDS = """
     engine clock key coin ring crown sword shield red green blue black white yellow small large old
     young quick slow bright dark
 """
-_STOPS = [".", ","]
+STOPS = [".", ","]
 _ONSETS, _VOWELS = "bdfgklmnprstvz", "aeiou"
 
 
@@ -31,7 +31,7 @@ def vocabulary(size: int) -> list[str]:
     The first plain words are English, so that ordinary sentences are partly known; once those run
     out the words are made of syllables, in a fixed order.
     """
-    tokens = [*SPECIAL, *_STOPS, *_WORDS.split()]
+    tokens = [*SPECIAL, *STOPS, *_WORDS.split()]
     taken = set(tokens)
     syllables = ["".join(pair) for pair in product(_ONSETS, _VOWELS)]
     length = 2
