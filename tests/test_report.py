@@ -84,17 +84,36 @@ def test_schema_and_code_name_the_same_fields(report):
 
 def test_parquet_files_say_what_they_belong_to(report, folder):
     metadata = pq.read_schema(folder / "scores.parquet").metadata
-    assert metadata[b"headlab.schema_version"] == b"1.0"
+    assert metadata[b"headlab.schema_version"] == b"2.0"
     assert metadata[b"headlab.model_fingerprint"] == report.model.fingerprint.encode()
     assert tuple(pd.read_parquet(folder / "scores.parquet").columns) == COLUMNS
     assert len(pd.read_parquet(folder / "examples.parquet")) == len(report.examples)
+
+
+def test_details_overlap_and_stability_are_kept(report, folder):
+    again = Report.read(folder)
+    pd.testing.assert_frame_equal(again.scores.details, report.scores.details)
+    data = json.loads((folder / "report.json").read_text(encoding="utf-8"))
+    one, other = report.scores.names[:2]
+    claimed = {name: set(report.scores.claimed(name)) for name in (one, other)}
+    assert data["overlap"][one][other] == len(claimed[one] & claimed[other])
+    assert data["overlap"][one][one] == len(claimed[one])
+    assert [row["role"] for row in data["stability"]] == list(report.scores.names)
+    # Halves that differ by a constant of each head rank the heads alike.
+    assert data["stability"][0]["rank_correlation"] > 0.9
 
 
 def test_a_bare_report_round_trips(tmp_path):
     full = make_report(2, 2, 1, claims=False)
     bare = Report(full.model, full.scores)
     paths = bare.write(tmp_path / "new" / "folder")
-    assert set(paths) == {"scores.parquet", "examples.parquet", "report.html", "report.json"}
+    assert set(paths) == {
+        "scores.parquet",
+        "details.parquet",
+        "examples.parquet",
+        "report.html",
+        "report.json",
+    }
     again = Report.read(tmp_path / "new" / "folder")
     assert again.examples == ()
     assert again.causal is None
@@ -175,9 +194,9 @@ def test_damaged_mixed_and_newer_folders_are_refused(report, tmp_path):
     with pytest.raises(OutputError, match="not a report headlab can read"):
         Report.read(tmp_path)
     path.write_text(
-        text.replace('"schema_version": "1.0"', '"schema_version": "2.0"'), encoding="utf-8"
+        text.replace('"schema_version": "2.0"', '"schema_version": "3.0"'), encoding="utf-8"
     )
-    with pytest.raises(OutputError, match=r"schema version 2\.0"):
+    with pytest.raises(OutputError, match=r"schema version 3\.0"):
         Report.read(tmp_path)
     path.write_text(text, encoding="utf-8")
     make_report(2, 2, 1).write(tmp_path / "other")

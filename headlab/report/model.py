@@ -17,7 +17,7 @@ from headlab.report import files
 from headlab.roles.confirm import CAUSAL_COLUMNS
 from headlab.roles.scores import Example, Scores, role_infos
 
-SCHEMA_VERSION = "1.0"
+SCHEMA_VERSION = "2.0"
 TOP = 10
 
 _EXAMPLE = pa.schema(
@@ -131,12 +131,14 @@ class Report:
         return {name: self.scores.claimed(name) for name in self.scores.names}
 
     def to_dict(self) -> dict[str, Any]:
-        """The content of ``report.json``: all but the full scores table and the examples."""
+        """The content of ``report.json``: all but the full tables and the examples."""
         data = {
             "schema_version": self.schema_version,
             "model": self.model,
             "alpha": self.scores.alpha,
             "roles": [self._role_summary(name) for name in self.scores.names],
+            "overlap": self.scores.overlap().to_dict("index"),
+            "stability": self.scores.stability().to_dict("records"),
             "causal": None if self.causal is None else self.causal.to_dict("records"),
             "checks": self.checks,
             "warnings": self.warnings,
@@ -151,7 +153,7 @@ class Report:
         return render(self)
 
     def write(self, folder: str | Path) -> dict[str, Path]:
-        """Write ``scores.parquet``, ``examples.parquet``, ``report.html`` and ``report.json``.
+        """Write ``scores.parquet``, ``details.parquet``, ``examples.parquet``, ``report.html`` and ``report.json``.
 
         Every file is complete before any takes its name, and ``report.json`` comes last and holds
         the digests of the tables, so that a folder is either one whole report or recognisably not.
@@ -168,8 +170,10 @@ class Report:
             "headlab.model_fingerprint": self.model.fingerprint,
         }
         scores = pa.Table.from_pandas(self.scores.frame, preserve_index=False)
+        details = pa.Table.from_pandas(self.scores.details, preserve_index=False)
         tables = {
             "scores.parquet": files.dump_parquet(scores, metadata),
+            "details.parquet": files.dump_parquet(details, metadata),
             "examples.parquet": files.dump_parquet(_example_table(self.examples), metadata),
         }
         data = self.to_dict()
@@ -198,7 +202,9 @@ class Report:
             causal = data["causal"]
             return cls(
                 model=ModelInfo(**data["model"]),
-                scores=Scores(tables["scores.parquet"], data["alpha"], roles),
+                scores=Scores(
+                    tables["scores.parquet"], data["alpha"], roles, tables["details.parquet"]
+                ),
                 examples=_examples(tables["examples.parquet"]),
                 checks=data["checks"],
                 warnings=tuple(data["warnings"]),
@@ -238,7 +244,7 @@ class Report:
         }
 
 
-_TABLES = ("scores.parquet", "examples.parquet")
+_TABLES = ("scores.parquet", "details.parquet", "examples.parquet")
 
 
 def schema() -> dict[str, Any]:

@@ -51,6 +51,7 @@ def page(
     """Context of ``templates/report.html.j2``."""
     frame = report.scores.frame
     claimed = frame[frame["claimed"]]
+    stable = {row["role"]: row for row in report.scores.stability().to_dict("records")}
     return {
         "model": report.model,
         "facts": _facts(report),
@@ -62,7 +63,10 @@ def page(
         "wall": _wall(report.reproducibility.get("wall_seconds")),
         "date": str(report.reproducibility.get("date") or "")[:10],
         "warnings": [_text(warning) for warning in report.warnings],
-        "roles": [_role(report, name, scales[name], examples) for name in report.scores.names],
+        "roles": [
+            _role(report, name, scales[name], examples, stable[name])
+            for name in report.scores.names
+        ],
         "examples": _example_counts(report, examples),
         "overlaps": _overlaps(report, claimed),
         "causal": _causal(report),
@@ -91,7 +95,13 @@ def _facts(report: Report) -> list[str]:
     return facts
 
 
-def _role(report: Report, name: str, scale: Scale, examples: Sequence[Example]) -> dict[str, Any]:
+def _role(
+    report: Report,
+    name: str,
+    scale: Scale,
+    examples: Sequence[Example],
+    stable: Mapping[Any, Any],
+) -> dict[str, Any]:
     info = report.scores.role(name)
     rows = report.scores.ranked(name)
     claimed = report.scores.claimed(name)
@@ -104,12 +114,24 @@ def _role(report: Report, name: str, scale: Scale, examples: Sequence[Example]) 
         "info": info,
         "least": _least(info.min_score, info.min_effect),
         "claimed": claimed,
+        "stable": _stable(stable),
         "n_rows": len(rows),
         "n_measured": int(rows["score"].notna().sum()),
         "map": _map(report, rows, scale),
         "rows": [_row(row, scale) for row in shown.to_dict("records")],
         "examples": [_example(example, scale) for example in _one_per_head(best)],
     }
+
+
+def _stable(row: Mapping[Any, Any]) -> str:
+    parts = []
+    if math.isfinite(row["rank_correlation"]):
+        parts.append(
+            f"rank correlation of their scores {row['rank_correlation']:.2f}".replace("-", "−")
+        )
+    if math.isfinite(row["agreement"]):
+        parts.append(f"{row['agreement']:.0%} of their best heads in common")
+    return ", ".join(parts)
 
 
 def _least(score: float, effect: float) -> str:
@@ -233,7 +255,18 @@ def _overlaps(report: Report, claimed: pd.DataFrame) -> dict[str, Any]:
     several = [(head, roles) for head, roles in by_head.items() if len(roles) > 1]
     several.sort(key=lambda item: (-len(item[1]), item[0]))
     rows = [{"label": head_label(*head), "roles": roles} for head, roles in several[:OVERLAPS]]
-    return {"rows": rows, "total": len(several)}
+    counts = report.scores.overlap()
+    some = [name for name in counts.index if counts.loc[name, name] > 0]
+    table = [
+        {"title": titles[one], "counts": [int(counts.loc[one, other]) for other in some]}
+        for one in some
+    ]
+    return {
+        "rows": rows,
+        "total": len(several),
+        "roles": [titles[name] for name in some],
+        "table": table,
+    }
 
 
 def _causal(report: Report) -> dict[str, Any] | None:

@@ -62,6 +62,7 @@ def payload(
         ],
         "tokens": tokens.items,
         "causal": _causal(report),
+        "details": _details(report, index),
     }
 
 
@@ -193,6 +194,33 @@ def _example(
         "tokens": shown,
         "weights": weights,
     }
+
+
+def _details(report: Report, index: dict[tuple[int, int], int]) -> list[dict[str, Any]]:
+    """Further numbers of the best heads of each role, and of their layers (``head`` is None)."""
+    shown: list[dict[str, Any]] = []
+    for number, name in enumerate(report.scores.names):
+        rows = report.scores.details[report.scores.details["role"] == name]
+        best = report.scores.ranked(name).head(HEADS_PER_ROLE)
+        heads = set(zip(best["layer"], best["head"], strict=True))
+        layers = {layer for layer, _ in heads}
+        for key, part in rows.groupby(["layer", "head", "detail"], sort=False):
+            layer, head, detail = int(part["layer"].iloc[0]), int(part["head"].iloc[0]), key[2]
+            if (layer, head) not in heads and not (head == -1 and layer in layers):
+                continue
+            profile = part["at"].notna().all()
+            shown.append(
+                {
+                    "role": number,
+                    "layer": layer,
+                    "head": index.get((layer, head)),
+                    "name": visible(str(detail), 80).replace("_", " "),
+                    "meaning": visible(str(part["meaning"].iloc[0]), 300),
+                    "at": [_rounded(at) for at in part["at"]] if profile else None,
+                    "values": [_rounded(value) for value in part["value"]],
+                }
+            )
+    return shown
 
 
 def _causal(report: Report) -> list[dict[str, Any]]:

@@ -16,45 +16,16 @@ from typing import Any, Literal, get_args
 import pandas as pd
 
 from headlab.errors import OutputError
-from headlab.roles.tables import checked_details, overlap, stability
-
-COLUMNS = (
-    "role",
-    "layer",
-    "head",
-    "score",
-    "ci_low",
-    "ci_high",
-    "n",
-    "null_mean",
-    "effect",
-    "effect_size",
-    "half_1",
-    "half_2",
-    "p_value",
-    "q_value",
-    "claimed",
-    "note",
+from headlab.roles.tables import (
+    COLUMNS,
+    DETAIL_COLUMNS,
+    checked_details,
+    checked_scores,
+    encodable,
+    head_label,
+    overlap,
+    stability,
 )
-"""Columns of ``Scores.frame``, in order."""
-
-DETAIL_COLUMNS = ("role", "layer", "head", "detail", "at", "value", "meaning")
-"""Columns of ``Scores.details``, in order."""
-
-_INTEGERS = ("layer", "head", "n")
-_FLOATS = (
-    "score",
-    "ci_low",
-    "ci_high",
-    "null_mean",
-    "effect",
-    "effect_size",
-    "half_1",
-    "half_2",
-    "p_value",
-    "q_value",
-)
-_TEXTS = ("role", "note")
 
 Kind = Literal["high", "median", "random"]
 
@@ -134,7 +105,7 @@ class Example:
         object.__setattr__(self, "head", int(self.head))
         object.__setattr__(self, "query", int(self.query))
         object.__setattr__(self, "value", float(self.value))
-        object.__setattr__(self, "tokens", tuple(_encodable(token) for token in self.tokens))
+        object.__setattr__(self, "tokens", tuple(encodable(token) for token in self.tokens))
         object.__setattr__(self, "weights", tuple(float(weight) for weight in self.weights))
         name = f"{self.kind} example of {self.role} for {self.label}"
         if self.kind not in get_args(Kind):
@@ -187,7 +158,7 @@ class Scores:
     def __post_init__(self) -> None:
         object.__setattr__(self, "roles", tuple(self.roles))
         object.__setattr__(self, "alpha", float(self.alpha))
-        object.__setattr__(self, "frame", _checked(self.frame, self.alpha, self.names))
+        object.__setattr__(self, "frame", checked_scores(self.frame, self.alpha, self.names))
         object.__setattr__(self, "details", checked_details(self.details, self.names))
 
     @property
@@ -317,11 +288,6 @@ class Scores:
         )
 
 
-def head_label(layer: int, head: int) -> str:
-    """Name of a head: ``head_label(18, 6) == "L18H6"``."""
-    return f"L{layer}H{head}"
-
-
 def role_infos(data: Iterable[Mapping[str, Any]]) -> tuple[RoleInfo, ...]:
     """Role descriptions from plain data; unknown keys are ignored so that newer files open."""
     # A field with a default may be missing: an older headlab did not write it.
@@ -376,11 +342,6 @@ def _escape(character: str) -> str:
     return f"\\u{code:04x}" if code <= 0xFFFF else f"\\U{code:08x}"
 
 
-def _encodable(text: str) -> str:
-    # Lone surrogates, which some slow tokenizers produce, cannot be written to any file.
-    return str(text).encode("utf-8", "backslashreplace").decode("utf-8")
-
-
 def _labels(rows: pd.DataFrame) -> list[str]:
     pairs = zip(rows["layer"], rows["head"], strict=True)
     return [head_label(layer, head) for layer, head in pairs]
@@ -412,51 +373,3 @@ def _row(row: Mapping[Any, Any]) -> Sequence[str]:
         "claimed" if row["claimed"] else "",
         visible(row["note"], _REPR_NOTE) if row["note"] else "",
     )
-
-
-def _checked(frame: pd.DataFrame, alpha: float, roles: Sequence[str]) -> pd.DataFrame:
-    """The frame with the contract's types and a fresh index, or an error that names the fault."""
-    if not 0 < alpha < 1:
-        raise OutputError(f"alpha {alpha!r} is not a level: give a number between 0 and 1")
-    if len(set(roles)) < len(roles):
-        raise OutputError(f"a role is described twice among {', '.join(roles)}: describe each once")
-    if missing := [column for column in COLUMNS if column not in frame.columns]:
-        raise OutputError(f"the scores frame lacks {', '.join(missing)}: a row needs every column")
-    if extra := [str(column) for column in frame.columns if column not in COLUMNS]:
-        raise OutputError(f"the scores frame has unknown columns {', '.join(extra)}: drop them")
-    result = frame.loc[:, list(COLUMNS)].reset_index(drop=True)
-    for name in (*_FLOATS, *_INTEGERS, "claimed"):
-        try:
-            values = result[name].to_numpy(dtype="float64", na_value=math.nan)
-        except (ValueError, TypeError) as error:
-            raise OutputError(f"column {name} of the scores frame: {error}") from error
-        if name in _FLOATS:
-            result[name] = values
-            continue
-        fits = (values == 0) | (values == 1) if name == "claimed" else values == values.round()
-        if not bool(fits.all()):
-            kind = "true or false" if name == "claimed" else "whole numbers"
-            raise OutputError(f"column {name} of the scores frame must hold {kind} only")
-        result[name] = values.astype("bool" if name == "claimed" else "int64")
-    for name in _TEXTS:
-        texts = [_encodable("" if pd.isna(text) else text) for text in result[name]]
-        result[name] = pd.Series(texts, dtype="str", index=result.index)
-    if unknown := sorted(set(result["role"]) - set(roles)):
-        raise OutputError(f"the scores frame has roles without a description: {', '.join(unknown)}")
-    _check_rows(result)
-    return result
-
-
-def _check_rows(frame: pd.DataFrame) -> None:
-    def refuse(bad: pd.Series, why: str) -> None:
-        if bool(bad.any()):
-            row = frame[bad].iloc[0]
-            name = f"{row['role']} of {head_label(row['layer'], row['head'])}"
-            raise OutputError(f"the scores frame is wrong for {name}: {why}")
-
-    refuse((frame["layer"] < 0) | (frame["head"] < 0), "layers and heads count from 0")
-    refuse(frame.duplicated(["role", "layer", "head"]), "there is more than one row")
-    for name in ("p_value", "q_value"):
-        refuse((frame[name] < 0) | (frame[name] > 1), f"{name} is not between 0 and 1")
-    refuse(frame["ci_low"] > frame["ci_high"], "the interval's ends are swapped")
-    refuse(frame["claimed"] & frame["score"].isna(), "a head without a score cannot be claimed")

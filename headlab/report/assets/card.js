@@ -19,6 +19,7 @@ function paintCard() {
     el("p", { class: "card-facts" }, about.join(" · ")),
     rolesOf(head),
     ...causalOf(head),
+    ...detailsOf(head),
     ...examplePart(head),
   );
 }
@@ -57,6 +58,43 @@ function causalOf(head) {
         `${with_} changes ${row.metric} by ${text(row.effect)}; matched random heads by ${text(row.control)}. `,
         el("b", {}, row.confirmed ? "Confirmed." : "Not beyond random heads."));
     });
+}
+
+// Numbers in a list, profiles as small plots; those of the layer come last.
+function detailsOf(head) {
+  const [layer] = data.heads[head];
+  const mine = data.details.filter((detail) => detail.role === state.role
+    && (detail.head === head || (detail.head === null && detail.layer === layer)));
+  if (!mine.length) return [];
+  const text = (value) => (known(value) ? minus(String(Number(value.toPrecision(3)))) : "–");
+  const named = (detail) => (detail.head === null ? `${detail.name} (layer ${layer})` : detail.name);
+  const rows = mine.map((detail) => el("tr", {},
+    el("th", { scope: "row", title: detail.meaning }, named(detail)),
+    el("td", { class: detail.at ? null : "num" }, detail.at ? profile(detail, text) : text(detail.values[0]))));
+  return [
+    el("h4", {}, `${data.roles[state.role].title}: in detail`),
+    el("table", { class: "card-details" }, el("tbody", {}, rows)),
+  ];
+}
+
+function profile(detail, text) {
+  const points = detail.at.map((at, index) => [at, detail.values[index]]).filter(([, value]) => known(value));
+  if (!points.length) return "–";
+  const [width, height, pad] = [180, 36, 3];
+  const [first, last] = [points[0][0], points.at(-1)[0]];
+  const values = points.map(([, value]) => value);
+  const [low, high] = [Math.min(0, ...values), Math.max(0, ...values)];
+  const y = (value) => height - pad - ((value - low) / (high - low || 1)) * (height - 2 * pad);
+  const x = (index) => pad + (index / Math.max(1, points.length - 1)) * (width - 2 * pad);
+  const line = points.map(([, value], index) => `${index ? "L" : "M"}${x(index).toFixed(1)} ${y(value).toFixed(1)}`).join("");
+  const top = points[values.indexOf(Math.max(...values))];
+  const about = `${detail.meaning}: from ${text(first)} to ${text(last)}, highest ${text(top[1])} at ${text(top[0])}`;
+  const plot = svg("svg", { class: "profile", width, height, role: "img", "aria-label": about },
+    svg("title", {}, about),
+    svg("path", { class: "axis", d: `M${pad} ${y(0).toFixed(1)}H${width - pad}` }),
+    svg("path", { class: "line", d: line }));
+  return el("span", { class: "profile-cell" }, plot,
+    el("small", {}, `${text(first)} … ${text(last)}, highest ${text(top[1])} at ${text(top[0])}`));
 }
 
 function examplePart(head) {

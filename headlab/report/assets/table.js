@@ -100,6 +100,7 @@ function tableRow(role, head) {
     cells_.map(([content, kind]) => el("td", { class: kind }, content)));
 }
 
+// What the page holds; scores.parquet has every column.
 function csv(index) {
   const role = data.roles[index];
   const columns = ["role", "layer", "head", "score", "ci_low", "ci_high", "n", "null_mean", "effect",
