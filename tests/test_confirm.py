@@ -14,7 +14,12 @@ import headlab as hl
 from headlab import planted
 from headlab.attention.heads import Head
 from headlab.roles import RoleError
-from headlab.roles.confirm import CAUSAL_COLUMNS, confirm, general_log_probability, matched_sets
+from headlab.roles.confirmation import (
+    CAUSAL_COLUMNS,
+    confirm,
+    general_log_probability,
+    matched_sets,
+)
 from headlab.roles.scoring import prepare
 from headlab.roles.shards import Shards
 
@@ -136,7 +141,7 @@ def test_general_behaviour_is_the_models_log_probability_of_text():
 
 
 def test_log_probabilities_are_those_of_the_next_token():
-    from headlab.roles.confirm import next_token_log_probability
+    from headlab.roles.confirmation import next_token_log_probability
 
     ids = model().tokens("river stone house garden")
     found = next_token_log_probability(model(), ids)

@@ -25,7 +25,6 @@ from headlab.roles import ROLES, Measurement, Probing, Role, RoleError, RoleInfo
 from headlab.roles.copying import copying_shares
 from headlab.roles.retrieval import LENGTHS, Retrieval, copied_share, recall, run_trial
 from headlab.tasks import (
-    Needle,
     NeedleTrial,
     needle_trials,
     plain_tokens,
@@ -65,7 +64,7 @@ def tiny(family: str, **changes: Any) -> hl.Model:
 # -- retrieval: the score, by hand ---------------------------------------------------------------
 
 #: The answer is 20 21 20 22, at positions 4 to 7; its first token also stands at 2, its last at 9.
-TRIAL = NeedleTrial((1, 10, 20, 12, 20, 21, 20, 22, 13, 22), (4, 8), Needle("f a", "q", "a"), 10, 0)
+TRIAL = NeedleTrial((1, 10, 20, 12, 20, 21, 20, 22, 13, 22), (4, 8), "a", 10, 0)
 NEW = np.array([20, 21, 20, 22, 20, 2])
 
 
@@ -134,8 +133,15 @@ def staged_retrieval(
 
     def remember(key: str, compute: Callable[[], Any]) -> dict[str, np.ndarray]:
         at = int(key.split("-")[1])
-        new, attended = play(at, trials[at], np.zeros((spec.n_layers, spec.n_heads, 24), np.int32))
-        return {"new": np.array(new), "attended": attended[..., : len(new)]}
+        trial = trials[at]
+        new, attended = play(at, trial, np.zeros((spec.n_layers, spec.n_heads, 24), np.int32))
+        distance = len(trial.ids) - 1 - trial.span[0]
+        seen = [window is None or window > distance for window in spec.windows]
+        return {
+            "new": np.array(new),
+            "attended": attended[..., : len(new)],
+            "seen": np.array(seen),
+        }
 
     return role.measure(Probing(model, seed=0, n_prompts=n, remember=remember)), trials
 

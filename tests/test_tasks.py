@@ -32,7 +32,7 @@ from headlab.tasks import (
     random_tokens,
     repeated_tokens,
 )
-from headlab.tasks.needles import token_span
+from headlab.tasks.needles import bare_length, draw_needles, prompt_trial, token_span
 
 # -- tokenizers of several makes -----------------------------------------------------------------
 
@@ -272,17 +272,22 @@ def answer_text(trial: NeedleTrial, tokenizer: PreTrainedTokenizerFast) -> str:
 
 
 @cache
+def longest_bare(make: str) -> int:
+    return max(bare_length(tokenizer_of(make), needle) for needle in NEEDLES)
+
+
+@cache
 def trials_of(make: str) -> tuple[NeedleTrial, ...]:
-    """Every needle at several lengths and depths."""
-    needs = max(len(tokenizer_of(make)(n.fact + n.question)["input_ids"]) for n in NEEDLES)
-    lengths = (max(256, 2 * needs), 700)
+    """Needles at several lengths and depths."""
+    lengths = (max(256, longest_bare(make)), 700)
     return needle_trials(tokenizer_of(make), prose(), lengths, (0.0, 0.3, 0.5, 0.9, 1.0), 40, 0)
 
 
 @pytest.mark.parametrize("make", MAKES)
 def test_spans_decode_to_the_exact_answer_for_every_needle(make: str):
     tokenizer = tokenizer_of(make)
-    trials = trials_of(make)
+    length = longest_bare(make) + 30
+    trials = needle_trials(tokenizer, prose(), (length,), (0.0, 0.5, 1.0), len(NEEDLES), 0)
     assert {trial.needle for trial in trials} == set(NEEDLES)
     for trial in trials:
         assert answer_text(trial, tokenizer) == trial.needle.answer
@@ -363,11 +368,34 @@ def test_no_text_and_no_question_gives_an_answer_away():
     text = prose().lower()
     for needle in NEEDLES:
         assert needle.answer.lower() not in text
-        assert needle.answer.lower() not in needle.question.lower()
-        words = re.findall(r"\w+", needle.answer.lower())
-        told = set(re.findall(r"\w+", needle.question.lower()))
+        words = set(re.findall(r"\w+", needle.answer.lower()))
         # Parroting the question must not count as recalling the needle.
-        assert sum(word in told for word in words) / len(words) <= 0.5
+        assert not words & set(re.findall(r"\w+", needle.question.lower()))
+        assert re.findall(r"\w+", needle.fact.lower()).count(min(words)) == 1
+
+
+def test_there_are_several_hundred_needles_of_every_kind_with_answers_between_spaces():
+    assert len(set(NEEDLES)) == len(NEEDLES) == 400
+    assert len({needle.answer for needle in NEEDLES}) > 250
+    kinds = Counter(
+        "name"
+        if needle.question.startswith("Who")
+        else "number"
+        if needle.answer.isdigit()
+        else "other"
+        for needle in NEEDLES
+    )
+    assert kinds == {"name": 80, "number": 80, "other": 240}
+    for needle in NEEDLES:
+        assert f" {needle.answer} " in needle.fact
+        assert not re.search(r"[{}]", needle.fact + needle.question)
+
+
+def test_needles_are_drawn_evenly_over_templates_and_set_by_the_seed():
+    assert draw_needles(90, 3) == draw_needles(90, 3)
+    assert len(set(draw_needles(90, 3)) & set(draw_needles(90, 4))) < 20
+    openings = Counter(needle.question.split()[0] for needle in draw_needles(80, 5))
+    assert openings == Counter(needle.question.split()[0] for needle in draw_needles(80, 6))
 
 
 def test_a_needle_must_hold_its_answer_once():
@@ -385,6 +413,43 @@ def test_answers_of_many_bytes_and_punctuation_are_found_exactly(make: str, answ
     needle = Needle(f"The keeper of Orlen serves {answer} , every evening.", "What?", answer)
     (trial,) = needle_trials(tokenizer_of(make), prose(), (256,), (0.5,), 1, 0, (needle,))
     assert answer_text(trial, tokenizer_of(make)) == answer
+
+
+@pytest.mark.parametrize("answer", ["?!", "—"])
+def test_an_answer_without_a_word_is_refused(answer: str):
+    with pytest.raises(PromptError, match="holds no word"):
+        Needle(f"The fox said {answer} twice.", "What?", answer)
+    with pytest.raises(PromptError, match="holds no word"):
+        prompt_trial(smol(False), f"The fox said {answer} twice.", answer)
+
+
+@pytest.mark.parametrize("make", MAKES)
+def test_a_whole_prompt_is_taken_as_it_is_and_its_answer_found(make: str):
+    tokenizer = tokenizer_of(make)
+    prompt = "the ferry brings honey and the mill sells honey . what does the mill sell ?"
+    for nth, start in enumerate((prompt.index("honey"), prompt.rindex("honey"))):
+        trial = prompt_trial(tokenizer, prompt, "honey", start)
+        assert list(trial.ids) == tokenizer(prompt)["input_ids"]  # no chat template around it
+        assert answer_text(trial, tokenizer) == "honey"
+        before = tokenizer.decode(trial.ids[: trial.span[0]], clean_up_tokenization_spaces=False)
+        assert before.count("honey") == nth
+        assert trial.needle is None
+    assert prompt_trial(tokenizer, prompt, "ferry brings").answer == "ferry brings"
+
+
+@pytest.mark.parametrize(
+    ("answer", "start", "said"),
+    [
+        ("jam", None, "does not stand in the prompt"),
+        ("plum", None, "stands in the prompt 2 times; say which with answer_start"),
+        ("plum", 1, "does not stand at character 1 of the prompt"),
+        ("lum", 1, "straddles the edge of 'lum'"),
+        ("pear", None, "straddles the edge of 'pear'"),
+    ],
+)
+def test_an_answer_that_cannot_be_found_in_a_prompt_is_refused(answer, start, said):
+    with pytest.raises(PromptError, match=said):
+        prompt_trial(smol(False), "plum, fig, plum, pearls.", answer, start)
 
 
 def test_straddling_tokens_are_refused():

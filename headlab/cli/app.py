@@ -8,12 +8,18 @@ from __future__ import annotations
 
 import errno
 import sys
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Optional
+from typing import TYPE_CHECKING, Annotated, Optional
 
 import typer
 
+from headlab.cli.options import spread
+from headlab.cli.tasks import tasks
 from headlab.errors import HeadlabError, PlanError
+
+if TYPE_CHECKING:
+    from headlab.model import Model
 
 app = typer.Typer(
     name="headlab",
@@ -22,6 +28,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+app.add_typer(tasks, name="tasks")
 
 _EMBEDDED = "smollm2-135m"
 _INTERRUPTED = 130
@@ -38,43 +45,81 @@ Haystack = Annotated[
     typer.Option(help="Folder of .txt files to use in place of headlab's essays."),
 ]
 Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout, nothing else.")]
+Data = Annotated[
+    Optional[list[str]],  # noqa: UP045
+    typer.Option(
+        "--data",
+        metavar="ROLE=FILE",
+        help="Your own probe data for a role, JSON Lines; repeat it for more roles.",
+    ),
+]
 Revision = Annotated[Optional[str], typer.Option(help="Hub revision.")]  # noqa: UP045
 Trust = Annotated[bool, typer.Option("--trust-remote-code", help="Let code from the hub run.")]
 
 
+@dataclass(frozen=True)
+class Scoring:
+    """Options that ``report`` and ``score`` share; see :func:`spread`."""
+
+    model: Model_ = _EMBEDDED
+    roles: Roles = "all"
+    seed: Seed = 0
+    prompts: Prompts = 20
+    alpha: Alpha = 0.05
+    haystack: Haystack = None
+    data: Data = None
+    device: Device = "auto"
+    dtype: Dtype = "auto"
+    revision: Revision = None
+    trust_remote_code: Trust = False
+
+    def checked(self) -> dict[str, str]:
+        """Files of probe data by role, once roles and data are known to be fine."""
+        from headlab.cli.work import named_files
+        from headlab.roles.scoring import read_data, select
+
+        files = named_files(self.data or [])
+        read_data(select(self.roles, files), files)
+        return files
+
+    def load(self) -> Model:
+        """The model."""
+        from headlab.cli.work import loaded
+
+        return loaded(self.model, self.device, self.dtype, self.revision, self.trust_remote_code)
+
+
 @app.command()
+@spread
 def report(
-    model: Model_ = _EMBEDDED,
-    roles: Roles = "all",
+    scoring: Scoring,
     out: Out = Path("report"),
-    seed: Seed = 0,
-    prompts: Prompts = 20,
-    alpha: Alpha = 0.05,
-    haystack: Haystack = None,
-    device: Device = "auto",
-    dtype: Dtype = "auto",
-    revision: Revision = None,
-    trust_remote_code: Trust = False,
+    causal: Annotated[
+        bool, typer.Option("--causal", help="Ablate claimed heads, and as many others, too.")
+    ] = False,
     resume: Annotated[
         bool, typer.Option("--resume/--fresh", help="Go on from an earlier run, or start over.")
     ] = True,
     json: Json = False,
 ) -> None:
     """Score every head for every role and write report.html, report.json and scores.parquet."""
-    from headlab.cli.work import check_out, loaded, progress
+    from headlab.cli.work import check_out, progress
     from headlab.report import report as make
 
+    data = scoring.checked()
     check_out(out)
-    found = loaded(model, device, dtype, revision, trust_remote_code)
+    found = scoring.load()
     with progress() as tell:
         made = make(
             found,
-            roles,
+            scoring.roles,
             out=out,
-            seed=seed,
-            n_prompts=prompts,
-            alpha=alpha,
-            haystack=haystack,
+            seed=scoring.seed,
+            n_prompts=scoring.prompts,
+            alpha=scoring.alpha,
+            haystack=scoring.haystack,
+            data=data,
+            causal=causal,
             fresh=not resume,
             tell=tell,
         )
@@ -86,17 +131,9 @@ def report(
 
 
 @app.command()
+@spread
 def score(
-    model: Model_ = _EMBEDDED,
-    roles: Roles = "all",
-    seed: Seed = 0,
-    prompts: Prompts = 20,
-    alpha: Alpha = 0.05,
-    haystack: Haystack = None,
-    device: Device = "auto",
-    dtype: Dtype = "auto",
-    revision: Revision = None,
-    trust_remote_code: Trust = False,
+    scoring: Scoring,
     out: Annotated[
         Optional[Path],  # noqa: UP045
         typer.Option("--out", "-o", help="Folder to write scores.parquet to."),
@@ -105,17 +142,23 @@ def score(
     json: Json = False,
 ) -> None:
     """Score every head for chosen roles and print the table."""
-    from headlab.cli.work import check_out, loaded, progress, write_scores
+    from headlab.cli.work import check_out, progress, write_scores
     from headlab.roles import score as make
-    from headlab.roles.scoring import select
 
-    select(roles)
+    data = scoring.checked()
     if out is not None:
         check_out(out)
-    found = loaded(model, device, dtype, revision, trust_remote_code)
+    found = scoring.load()
     with progress() as tell:
         scores = make(
-            found, roles, seed=seed, n_prompts=prompts, alpha=alpha, haystack=haystack, tell=tell
+            found,
+            scoring.roles,
+            seed=scoring.seed,
+            n_prompts=scoring.prompts,
+            alpha=scoring.alpha,
+            haystack=scoring.haystack,
+            data=data,
+            tell=tell,
         )
     if out is not None:
         write_scores(scores, out)

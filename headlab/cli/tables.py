@@ -14,7 +14,7 @@ from rich.table import Table
 if TYPE_CHECKING:
     from headlab.cli.doctor import Finding
     from headlab.models import KnownModel
-    from headlab.roles import Scores
+    from headlab.roles import Role, Scores
 
 
 def print_scores(scores: Scores, top: int) -> None:
@@ -69,6 +69,30 @@ def print_models(models: Sequence[KnownModel], as_json: bool) -> None:
             "yes" if model.available else "no",
             size,
             escape(model.note),
+        )
+    Console().print(table)
+
+
+def print_roles(roles: Sequence[Role], as_json: bool) -> None:
+    """The roles, and the data each takes."""
+    found = []
+    for role in roles:
+        data = "yours" if role.needs_records else "headlab's" if role.schema is None else "either"
+        found.append({"role": role.info.name, "title": role.info.title, "data": data})
+    if as_json:
+        print(json.dumps(found))
+        return
+    table = Table(box=None)
+    for column in ("role", "title", "data"):
+        table.add_column(column, overflow="fold")
+    said = {
+        "yours": "yours, --data {}=FILE",
+        "either": "headlab's, or yours",
+        "headlab's": "headlab's",
+    }
+    for row in found:
+        table.add_row(
+            escape(row["role"]), escape(row["title"]), escape(said[row["data"]].format(row["role"]))
         )
     Console().print(table)
 

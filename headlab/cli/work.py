@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -86,6 +86,23 @@ def prompt_text(text: str | None, file: Path | None) -> str:
     if not text.strip():
         raise PromptError("the text is empty; give at least one word")
     return text
+
+
+def named_files(given: Sequence[str]) -> dict[str, str]:
+    """Files by role, from options like ``spans=my.jsonl``.
+
+    Raises:
+        PlanError: One is not of this form, or a role is named twice.
+    """
+    files: dict[str, str] = {}
+    for option in given:
+        role, equals, file = option.partition("=")
+        if not (role and equals and file):
+            raise PlanError(f"--data {option!r} must be ROLE=FILE, such as spans=my.jsonl")
+        if role in files:
+            raise PlanError(f"--data names {role!r} twice; put its records into one file")
+        files[role] = file
+    return files
 
 
 def plan(names: str, heads: str | None) -> list[Keep]:

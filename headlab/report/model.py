@@ -14,7 +14,7 @@ import pyarrow as pa
 from headlab.errors import OutputError
 from headlab.models.spec import ModelSpec
 from headlab.report import files
-from headlab.roles.confirm import CAUSAL_COLUMNS
+from headlab.roles.confirmation import CAUSAL_COLUMNS
 from headlab.roles.scores import Example, Scores, role_infos
 
 SCHEMA_VERSION = "2.0"

@@ -19,7 +19,7 @@ from headlab.report.environment import environment
 from headlab.report.model import ModelInfo, Report
 from headlab.roles import ALPHA, N_PROMPTS, Role, Scores
 from headlab.roles.base import forget
-from headlab.roles.confirm import confirm_roles
+from headlab.roles.confirmation import confirm_roles
 from headlab.roles.examples import examples
 from headlab.roles.scoring import judge, measure, prepare, read_data, select
 from headlab.roles.shards import Shards

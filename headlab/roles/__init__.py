@@ -5,8 +5,17 @@ Importing this package registers headlab's own roles; :func:`register` adds one 
 
 # isort: off
 # Importing a role registers it; this is the order in which reports show them.
-from headlab.roles import retrieval, induction, copying, previous_token, duplicate_token
-from headlab.roles import sink, distance
+from headlab.roles import (
+    retrieval,
+    induction,
+    natural_induction,
+    fuzzy_induction,
+    copying,
+    episodic,
+)
+from headlab.roles import previous_token, duplicate_token, successor, temporal, contextual
+from headlab.roles import sink, delimiter, positional, distance, long_context
+from headlab.roles import spans, syntactic
 # isort: on
 
 from headlab.roles.base import (
@@ -20,7 +29,7 @@ from headlab.roles.base import (
     RoleError,
     register,
 )
-from headlab.roles.confirm import confirm
+from headlab.roles.confirmation import confirm
 from headlab.roles.scores import COLUMNS, Example, RoleInfo, Scores, head_label, visible
 from headlab.roles.scoring import ALPHA, N_PROMPTS, score
 
@@ -40,15 +49,26 @@ __all__ = [
     "RoleInfo",
     "Scores",
     "confirm",
+    "contextual",
     "copying",
+    "delimiter",
     "distance",
     "duplicate_token",
+    "episodic",
+    "fuzzy_induction",
     "head_label",
     "induction",
+    "long_context",
+    "natural_induction",
+    "positional",
     "previous_token",
     "register",
     "retrieval",
     "score",
     "sink",
+    "spans",
+    "successor",
+    "syntactic",
+    "temporal",
     "visible",
 ]

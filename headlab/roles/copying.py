@@ -8,13 +8,19 @@ row's logits of the sample's own tokens are taken minus their mean and cut at 0 
 The BOS token is left out on both sides, values and weights, since a head that rests on it copies nothing. The
 final norm is applied to the head's output alone, which only scales each row. Olsson et al. rescale a ratio of
 0..0.5 to −1..1 and do not say how the norm is handled; the score here is the plain ratio, chance being 1 / 25.
-The null is in closed form: the mean over all other tokens of the sample in place of the attended one.
+The null is in closed form: the mean over all other tokens of the sample in place of the attended one. A record of
+the user's gives the sample; tokens that come again in it are left out.
+
+The detail ``ov_eigenvalue_copying`` reads the same off the weights (Elhage et al. 2021; :func:`ov_eigenvalue_copying`):
+1 where every direction of tokens raises itself, −1 where it lowers itself.
 """
 
 from __future__ import annotations
 
 import warnings
-from typing import Any
+from copy import deepcopy
+from functools import partial
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -22,16 +28,30 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from headlab.attention import keep
-from headlab.roles.base import Arrays, Look, Measurement, Probing, Role, register
+from headlab.errors import UnsupportedError
+from headlab.roles.base import Arrays, Detail, Look, Measurement, Probing, Role, RoleError, register
+from headlab.roles.repeats import SECOND_COPY
 from headlab.roles.scores import RoleInfo
-from headlab.tasks import plain_tokens, random_tokens
+from headlab.tasks import RecordError, plain_tokens, random_tokens
+from headlab.tasks.random_tokens import TOKENS_SCHEMA, given_tokens
 
 #: Tokens of a sample.
 N = 25
+_LEAST = 8
+_TOKENS = 8192
+
+Embedding = Literal["raw", "unit"]
 
 
 class Copying(Role):
-    """See the module's docstring."""
+    """See the module's docstring.
+
+    Args:
+        embedding: How rows of W_E enter ``ov_eigenvalue_copying``: as they are, or scaled to one length, as a norm
+            before the first layer does.
+        fold_norm: Whether the final norm's weight, and a LayerNorm's centring, are folded into W_U there.
+        centre: Whether each direction's mean logit over the vocabulary is taken off there, as softmax does.
+    """
 
     info = RoleInfo(
         name="copying",
@@ -44,30 +64,87 @@ class Copying(Role):
         min_score=0.08,
         min_effect=0.04,
         row_convention="the token's own row",
+        sink_convention="the first token's values and weights are left out, the rest renormalised",
     )
+    schema = TOKENS_SCHEMA
+    behaviour = SECOND_COPY
+
+    def __init__(
+        self, embedding: Embedding = "raw", fold_norm: bool = True, centre: bool = False
+    ) -> None:
+        if embedding not in ("raw", "unit"):
+            raise RoleError(f"embedding={embedding!r} must be 'raw' or 'unit'")
+        self.embedding, self.fold_norm, self.centre = embedding, fold_norm, centre
 
     def measure(self, probing: Probing) -> Measurement:
         """Run the probe."""
-        model = probing.model
-        plain = plain_tokens(model.tokenizer, model.spec.n_vocab)
-        n = min(N, len(plain), probing.length(N + 1) - 1)
-        drawn = random_tokens(plain, probing.n_prompts, n, probing.seed + 1)
-        ids = torch.from_numpy(drawn)
-        start = 0 if probing.bos is None else 1
-        if probing.bos is not None:
-            ids = torch.cat([torch.full((len(ids), 1), probing.bos), ids], 1)
-        probing.tell("copying of random tokens")
-        found = probing.part("copying", ids.numpy(), lambda: _run(probing, ids, start))
-        values, null = found["values"], found["null"]
-        queries = np.arange(start, ids.shape[1])
-        looks = tuple(Look(ids[at].numpy(), queries, values[at]) for at in range(2))
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", RuntimeWarning)  # the mean of no rows is NaN, as meant
-            means = np.nanmean(values, -1), np.nanmean(null, -1)
+        batches = _samples(probing)
+        if not batches or batches[0].shape[1] < 3:
+            return Measurement.not_measurable(probing, "context or vocabulary hold no sample")
+        start = int(probing.bos is not None)
+        values, null, looks = [], [], []
+        for at, ids in enumerate(batches):
+            probing.tell(f"copying of given tokens, {at + 1} of {len(batches)}")
+            name = "copying" if len(batches) == 1 else f"copying-{at:03d}"
+            try:
+                found = probing.part(name, ids.numpy(), partial(_run, probing, ids, start))
+            except UnsupportedError as error:
+                return Measurement.not_measurable(probing, str(error))
+            rows = np.arange(start, ids.shape[1])
+            looks += [
+                Look(one.numpy(), rows, each)
+                for one, each in zip(ids[:2], found["values"][:2], strict=True)
+            ]
+            with warnings.catch_warnings():
+                warnings.simplefilter(
+                    "ignore", RuntimeWarning
+                )  # a mean of no rows is NaN, as meant
+                values.append(np.nanmean(found["values"], -1))
+                null.append(np.nanmean(found["null"], -1))
+        means = np.concatenate(values), np.concatenate(null)
         note = "not measurable: the head's output raises no token of the sample"
-        silent = np.isnan(means[0]).all(0)
-        notes = {(int(at), int(head)): note for at, head in np.argwhere(silent)}
-        return Measurement(*means, looks, notes)
+        notes = {(int(at), int(head)): note for at, head in np.argwhere(np.isnan(means[0]).all(0))}
+        return Measurement(*means, tuple(looks[:2]), notes, self._details(probing))
+
+    def _details(self, probing: Probing) -> dict[str, Detail]:
+        probing.tell("eigenvalues of the OV circuits")
+        options = np.array([self.embedding == "unit", self.fold_norm, self.centre])
+
+        def compute() -> Arrays:
+            return {
+                "values": ov_eigenvalue_copying(
+                    probing.model, self.embedding, self.fold_norm, self.centre
+                )
+            }
+
+        values = probing.part("copying-eigenvalues", options, compute)["values"]
+        if np.isnan(values).all():
+            return {}
+        meaning = "Σ Re λ / Σ |λ| of the OV circuit from token to token, −1 … 1"
+        return {"ov_eigenvalue_copying": Detail(values, meaning)}
+
+
+def _samples(probing: Probing) -> list[Int[Tensor, "prompt position"]]:
+    """Samples of distinct tokens behind a BOS token: one batch of random ones, or one batch per record."""
+    model = probing.model
+    start = int(probing.bos is not None)
+    begin = torch.full((1, start), 0 if probing.bos is None else probing.bos)
+    if probing.records is None:
+        plain = plain_tokens(model.tokenizer, model.spec.n_vocab)
+        n = max(0, min(N, len(plain), probing.length(N + start) - start))
+        drawn = torch.from_numpy(random_tokens(plain, probing.n_prompts, n, probing.seed + 1))
+        return [torch.cat([begin.expand(len(drawn), -1), drawn], 1)]
+    limit = model.spec.max_context
+    most = None if limit is None else limit - start
+    batches = []
+    for at, x in enumerate(given_tokens(model.tokenizer, probing.records, _LEAST, most)):
+        distinct = list(dict.fromkeys(x.tolist()))
+        if len(distinct) < _LEAST:
+            raise RecordError(
+                f"record {at}: it has {len(distinct)} different tokens, but at least {_LEAST} are needed"
+            )
+        batches.append(torch.cat([begin, torch.tensor([distinct])], 1))
+    return batches
 
 
 @torch.no_grad()
@@ -101,12 +178,7 @@ def copying_shares(
 
     Rows that raise nothing, or attend to nothing of the sample, are NaN.
     """
-    norm = model.weights.final_norm
-    if norm is not None:
-        # Scaled up so that the norm's ε does not bite; a norm's bias is the same for every head, so it is taken off.
-        result = norm(result * 1e3 / result.norm(dim=-1, keepdim=True).clamp(min=1e-30)) - norm(
-            torch.zeros_like(result[:1, :1, :1])
-        )
+    result = normed(result, model.weights.final_norm)
     unembedding = model.weights.W_U[:, ids].to(result)  # [d_model, prompt, key]
     logits = torch.einsum("bhqm,mbk->bhqk", result, unembedding)
     raised = (logits - logits.mean(-1, keepdim=True)).clamp(min=0)
@@ -114,6 +186,69 @@ def copying_shares(
     attention = pattern / pattern.sum(-1, keepdim=True)
     score = (attention * share).sum(-1)
     return score, (1 - score) / (ids.shape[1] - 1)
+
+
+def normed(result: Float[Tensor, "*row d_model"], norm: Any) -> Float[Tensor, "*row d_model"]:
+    """Heads' outputs as the final norm alone would pass them on: up to their size, what they add to the logits.
+
+    Scaled up so that the norm's ε does not bite; a norm's bias is the same for every head, so it is taken off.
+    """
+    if norm is None:
+        return result
+    length = result.norm(dim=-1, keepdim=True).clamp(min=1e-30)
+    scaled: Tensor = norm(result * 1e3 / length) - norm(torch.zeros_like(result[..., :1, :]))
+    return scaled
+
+
+@torch.no_grad()
+def ov_eigenvalue_copying(
+    model: Any, embedding: Embedding = "raw", fold_norm: bool = True, centre: bool = False
+) -> Float[np.ndarray, "layer head"]:
+    """Σ Re λ / Σ |λ| over the eigenvalues of each head's W_E·W_V·W_O·W_U, in float64.
+
+    The matrix is n_vocab × n_vocab, but its eigenvalues other than 0 are those of W_O·(W_U·W_E)·W_V, which is
+    d_value × d_value. Biases, the norm before the layer and the MLPs between are left out. NaN where weights cannot
+    be read. Options: see :class:`Copying`.
+    """
+    spec, weights = model.spec, model.weights
+    found = np.full((spec.n_layers, spec.n_heads), np.nan)
+    try:
+        circuit = _token_circuit(weights.W_E, weights.W_U, embedding, centre)
+    except UnsupportedError:
+        return found
+    if fold_norm and weights.final_norm is not None:
+        # Unit vectors come out as rows of the norm's linear part, weight and centring, up to one factor.
+        units = torch.eye(spec.d_model).to(circuit)
+        circuit = normed(units, deepcopy(weights.final_norm).double()) @ circuit
+    for layer, facts in enumerate(spec.layers):
+        try:
+            w_v, w_o = weights.W_V(layer).to(circuit), weights.W_O(layer).to(circuit)
+        except UnsupportedError:
+            continue
+        w_v = w_v.repeat_interleave(facts.n_heads // facts.n_kv_heads, 0)
+        eigenvalues = torch.linalg.eigvals(w_o @ circuit @ w_v)
+        total = eigenvalues.abs().sum(-1)
+        share = eigenvalues.real.sum(-1) / total.clamp(min=1e-300)
+        found[layer, : facts.n_heads] = torch.where(total > 0, share, torch.nan).cpu().numpy()
+    return found
+
+
+def _token_circuit(
+    w_e: Float[Tensor, "n_vocab d_model"],
+    w_u: Float[Tensor, "d_model n_vocab"],
+    embedding: Embedding,
+    centre: bool,
+) -> Float[Tensor, "d_model d_model"]:
+    """W_U·W_E in float64, some tokens at a time: large vocabularies would not fit in it whole."""
+    n = min(len(w_e), w_u.shape[1])  # either may be padded
+    mean = w_u[:, :n].double().mean(1, keepdim=True) if centre else 0.0
+    circuit = torch.zeros(len(w_u), len(w_u), dtype=torch.float64, device=w_e.device)
+    for at in range(0, n, _TOKENS):
+        rows = w_e[at : min(at + _TOKENS, n)].double()
+        if embedding == "unit":
+            rows = rows / rows.norm(dim=-1, keepdim=True).clamp(min=1e-30)
+        circuit += (w_u[:, at : at + len(rows)].to(rows) - mean) @ rows
+    return circuit
 
 
 register(Copying())

@@ -7,16 +7,22 @@ which nearly everything lies on the first token are left out: what remains is ro
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 
 from headlab.roles.base import Measurement, Probing, Role, register
-from headlab.roles.prose_rows import FAR, LOCAL, ProseRows, prose_rows
+from headlab.roles.prose_behaviours import FAR_CONTEXT, NEAR_CONTEXT
+from headlab.roles.prose_rows import (
+    AWAKE,
+    FAR,
+    LOCAL,
+    TEXT_SCHEMA,
+    ProseRows,
+    prose_rows,
+    readable,
+)
 from headlab.roles.scores import RoleInfo
 
-#: A row counts when at least this much of its mass lies beyond the first token.
-AWAKE = 0.01
+_SINK = f"the first token is left out and the rest renormalised; rows with less than {AWAKE:.0%} left do not count"
 
 
 class Local(Role):
@@ -33,10 +39,15 @@ class Local(Role):
         min_score=0.7,
         min_effect=0.3,
         row_convention="the token's own row",
+        sink_convention=_SINK,
     )
+    schema = TEXT_SCHEMA
+    behaviour = NEAR_CONTEXT
 
     def measure(self, probing: Probing) -> Measurement:
         """Run the probe."""
+        if why := readable(probing):
+            return Measurement.not_measurable(probing, why)
         rows = prose_rows(probing)
         near_first = (rows.queries < LOCAL) * rows.first
         even = rows.near / rows.keys.clip(min=1)
@@ -58,10 +69,15 @@ class LongRange(Role):
         min_score=0.5,
         min_effect=0.1,
         row_convention="the token's own row",
+        sink_convention=_SINK,
     )
+    schema = TEXT_SCHEMA
+    behaviour = FAR_CONTEXT
 
     def measure(self, probing: Probing) -> Measurement:
         """Run the probe."""
+        if why := readable(probing):
+            return Measurement.not_measurable(probing, why)
         rows = prose_rows(probing)
         even = rows.distant / rows.keys.clip(min=1)
         return _shares(rows, rows.far, even, rows.seen(FAR) & (rows.queries >= 2 * FAR))
@@ -70,12 +86,7 @@ class LongRange(Role):
 def _shares(rows: ProseRows, mass: np.ndarray, even: np.ndarray, chosen: np.ndarray) -> Measurement:
     rest = rows.total - rows.first
     share = np.divide(mass, rest, out=np.full_like(mass, np.nan), where=rest >= AWAKE)
-    null = np.broadcast_to(even[:, None], share.shape)
-    found = rows.averaged(share, null, chosen)
-    resting = np.isnan(found.values).all(axis=0) & chosen.any(axis=1, keepdims=True)
-    note = "not measurable: the head rests on the first token"
-    notes = {(int(layer), int(head)): note for layer, head in np.argwhere(resting)}
-    return replace(found, notes={**found.notes, **notes})
+    return rows.averaged(share, np.broadcast_to(even[:, None], share.shape), chosen)
 
 
 register(Local())

@@ -1,12 +1,14 @@
 """Previous-token heads (Elhage et al. 2021; Olsson et al. 2022, p. 60): attention to the token before.
 
-score = mean over rows of A[q, q−1], on natural text.
+score = mean over rows of A[q, q−1], on natural text. Induction heads read what these heads write (K-composition), so
+the behaviour is that of induction.
 """
 
 from __future__ import annotations
 
 from headlab.roles.base import Measurement, Probing, Role, register
-from headlab.roles.prose_rows import prose_rows
+from headlab.roles.prose_rows import TEXT_SCHEMA, prose_rows
+from headlab.roles.repeats import SECOND_COPY
 from headlab.roles.scores import RoleInfo
 
 
@@ -24,7 +26,10 @@ class PreviousToken(Role):
         min_score=0.3,
         min_effect=0.2,
         row_convention="the token's own row",
+        reduction="mean over rows from the third token on, then over prompts",
     )
+    schema = TEXT_SCHEMA
+    behaviour = SECOND_COPY
 
     def measure(self, probing: Probing) -> Measurement:
         """Run the probe."""

@@ -2,38 +2,52 @@
 
 A trial hides a fact in a long text and lets the model answer greedily. A generated token w counts for a head if
 the row that predicts w has its largest weight on a token of the answer's span, and that token is w. The score of
-a trial is the share of the answer's tokens a head copied, each once (the paper's definition; with
-``convention="code"`` once per step, as in the authors' code, where repeats can take it above 1). Trials whose
-answer has at most half of the needle's words say nothing about retrieval and are left out.
-
-Attention is never materialised while decoding: the answer is generated on the fast path, and one further pass
-reads the argmax of the predicting rows. Both give the same, token by token.
+a trial is the share of the answer's tokens a head copied, each once (the paper's definition, eq. 1; with
+``convention="code"`` once per step, as in the authors' code, where repeats can take it above 1). Of equal largest
+weights the lowest position counts. Trials whose response has at most half of the answer's words say nothing about
+retrieval and are left out.
 
 Null: the same rows with answer tokens and attended tokens paired wrongly, averaged over every cyclic shift of
 the steps. A head that dwells on the needle without following it scores no more than this.
+
+Wu et al. mask a head by setting its query to zero, which spreads its attention evenly, in the rows that predict
+the response and not in the prompt (``ablation="uniform_decode"``); the default sets z to zero at every position.
+Their needles are three; ours are many, and their spans come from character offsets in place of token sets.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Literal
 
 import numpy as np
 from jaxtyping import Float, Int
+from torch import Tensor
 
 from headlab.attention import keep
+from headlab.attention.edits import Edit, Where, apply
+from headlab.attention.heads import Head
 from headlab.errors import PromptError
-from headlab.roles.base import Arrays, Look, Measurement, Probing, Role, register
+from headlab.roles.base import Arrays, Behaviour, Detail, Look, Measurement, Probing, Role, register
+from headlab.roles.retrieval_trials import (
+    DEPTHS,
+    LENGTHS,
+    SCHEMA,
+    needle_recall,
+    recall,
+    settings,
+    trials_of,
+)
 from headlab.roles.scores import RoleInfo
-from headlab.tasks import NeedleTrial, needle_trials, prose
+from headlab.tasks import NeedleTrial, RecordError
 
-LENGTHS = (256, 512, 1024)
-DEPTHS = (0.1, 0.3, 0.5, 0.7, 0.9)
-#: Share of the answer's words a response must hold for its trial to count (Wu et al.: ROUGE-1 recall > 50 %).
+#: Share of the answer's words a response must hold more than for its trial to count (Wu et al.: ROUGE-1 recall > 50 %).
 MIN_RECALL = 0.5
-_NEW_TOKENS = 24
+#: Score of a retrieval head (Wu et al.).
+MIN_SCORE = 0.1
 
 
 class Retrieval(Role):
@@ -43,6 +57,7 @@ class Retrieval(Role):
         lengths: Prompt lengths in tokens.
         depths: Where needles go, from 0 to 1.
         convention: ``"paper"`` counts each answer token once, ``"code"`` once per step.
+        ablation: ``"zero"`` sets z to zero everywhere, ``"uniform_decode"`` is the paper's masking.
     """
 
     info = RoleInfo(
@@ -53,65 +68,80 @@ class Retrieval(Role):
         null="the same rows with generated and attended tokens paired wrongly, over all cyclic shifts",
         decision="score ≥ 0.1 (Wu et al.) and at least 0.05 above the null, at q ≤ the false-discovery rate",
         reference="Wu et al. 2024, Retrieval head mechanistically explains long-context factuality",
-        min_score=0.1,
+        min_score=MIN_SCORE,
         min_effect=0.05,
         row_convention="the row that predicts the generated token",
+        reduction="share of the answer's tokens, then mean over the trials the model answered",
+        sink_convention="kept: a row whose largest weight is on the first token copies nothing",
     )
+    schema = SCHEMA
+    behaviour = Behaviour("needle recall of greedy responses (ROUGE-1, %)", needle_recall)
 
     def __init__(
         self,
         lengths: Sequence[int] = LENGTHS,
         depths: Sequence[float] = DEPTHS,
         convention: Literal["paper", "code"] = "paper",
+        ablation: Literal["zero", "uniform_decode"] = "zero",
     ) -> None:
         self.lengths = tuple(lengths)
         self.depths = tuple(depths)
         self.convention = convention
+        self.kind = ablation
+        if ablation == "uniform_decode":
+            said = "query set to zero (even attention) in the rows that predict generated tokens"
+            self.info = replace(self.info, ablation=said)
+
+    def ablation(self, heads: Iterable[Head]) -> Edit:
+        """What takes the role away from heads."""
+        return uniform_decode(heads) if self.kind == "uniform_decode" else super().ablation(heads)
 
     def measure(self, probing: Probing) -> Measurement:
-        """Run the probe."""
-        spec = probing.model.spec
-        shape = (1, spec.n_layers, spec.n_heads)
-        blank = np.full(shape, np.nan)
-        if any(layer.stack != "decoder" for layer in spec.layers):
-            note = "not measurable: retrieval needs a model that generates"
-            return Measurement(blank, blank, notes={(-1, -1): note})
-        room = probing.length(max(self.lengths) + _NEW_TOKENS) - _NEW_TOKENS
-        lengths = tuple(n for n in self.lengths if n <= room)
-        if not lengths:
-            note = f"not measurable: the context holds no prompt of {min(self.lengths)} tokens"
-            return Measurement(blank, blank, notes={(-1, -1): note})
-        text = prose(probing.haystack)
+        """Run the probe.
+
+        Raises:
+            RecordError: A record of the user's cannot be used.
+        """
+        model = probing.model
+        stacks = {layer.stack for layer in model.spec.layers}
+        if stacks != {"decoder"} or not model.module.can_generate():
+            return Measurement.not_measurable(probing, "retrieval needs a model that generates")
         try:
-            trials = needle_trials(
-                probing.model.tokenizer, text, lengths, self.depths, probing.n_prompts, probing.seed
-            )
+            trials = trials_of(probing, self.lengths, self.depths, probing.n_prompts)
+        except RecordError:
+            raise
         except PromptError as error:  # no reason to give up the other roles of a run
-            return Measurement(blank, blank, notes={(-1, -1): f"not measurable: {error}"})
-        values, null, looks = [], [], []
+            return Measurement.not_measurable(probing, str(error))
+        values, null, looks, counted = [], [], [], []
         for at, trial in enumerate(trials):
-            probing.tell(f"needle {at + 1} of {len(trials)} in {trial.length} tokens")
+            probing.tell(f"needle {at + 1} of {len(trials)} in {len(trial.ids)} tokens")
             name = f"needle-{at:03d}"
             found = probing.part(name, np.array(trial.ids), partial(run_trial, probing, trial))
-            if recall(probing.model.text(found["new"].tolist()), trial.needle.answer) <= MIN_RECALL:
+            if recall(model.text(found["new"].tolist(), special=False), trial.answer) <= MIN_RECALL:
                 continue
             score, chance = self._scored(found["attended"], found["new"], trial)
-            out = _out_of_window(probing, trial)
-            score[out] = chance[out] = np.nan
+            score[~found["seen"]] = chance[~found["seen"]] = np.nan
             values.append(score)
             null.append(chance)
             looks.append(_look(found, trial))
+            counted.append(trial)
         if not values:
-            note = f"not measurable: the model recalled the needle in none of {len(trials)} trials"
-            return Measurement(blank, blank, notes={(-1, -1): note})
+            why = f"the model recalled the needle in none of {len(trials)} trials"
+            return Measurement.not_measurable(probing, why)
         stacked = np.stack(values)
         notes = {
-            (int(layer), int(head)): "out of window: the needle lay beyond this head's window"
+            (int(layer), int(head)): "out of window: the needle lay beyond what this head sees"
             for layer, head in np.argwhere(np.isnan(stacked).all(0))
         }
         recalled = f"{len(values)} of {len(trials)} needles recalled"
         looks.sort(key=lambda look: len(look.ids))  # short prompts make readable examples
-        return Measurement(stacked, np.stack(null), tuple(looks[:2]), {(-1, -1): recalled} | notes)
+        return Measurement(
+            stacked,
+            np.stack(null),
+            tuple(looks[:2]),
+            {(-1, -1): recalled} | notes,
+            profiles(stacked, counted),
+        )
 
     def _scored(
         self,
@@ -129,24 +159,34 @@ class Retrieval(Role):
 
 
 def run_trial(probing: Probing, trial: NeedleTrial) -> Arrays:
-    """Generate the answer, then read where each predicting row has its largest weight.
+    """Generate the answer, and read where each predicting row has its largest weight.
 
     Returns:
-        ``new`` [step], the generated tokens, and ``attended`` [layer, head, step], key positions.
+        ``new`` [step], the generated tokens; ``attended`` [layer, head, step], key positions; and ``seen`` [layer],
+        whether the layer's predicting rows reach back to the answer's first token.
     """
-    model = probing.model
-    stop = [int(token) for token in model.tokenizer("\n", add_special_tokens=False)["input_ids"]][
-        -1:
-    ]
-    ids = list(trial.ids)
-    generated = model.generate(ids, _NEW_TOKENS, stop=stop).ids[0]
-    new = generated[generated >= 0].tolist()
-    rows = list(range(len(ids) - 1, len(ids) + len(new) - 1))
-    trace = model.trace(
-        [ids + new[:-1]], keep=keep.statistics("argmax", queries=rows), logits="none"
+    model, start = probing.model, trial.span[0]
+    generated = model.generate(
+        list(trial.ids),
+        keep=keep.statistics(
+            "argmax",
+            "segment_mass",
+            segments={"first": (start, start + 1)},
+            queries="generated",
+        ),
+        **settings(model, (trial,)),
     )
-    attended = trace.statistic("argmax")[0].cpu().numpy().astype(np.int32)
-    return {"new": np.array(new, dtype=np.int64), "attended": attended}
+    assert generated.trace is not None
+    new = generated.ids[0]
+    attended = generated.trace.statistic("argmax")[0].cpu().numpy().astype(np.int32)
+    # A visible key never gets exactly nothing from every row of every head: such a layer cannot see it, be it for
+    # a sliding window or for attention in chunks. Later rows are only farther away.
+    mass = generated.trace.statistic("segment_mass", "first")[0, ..., 0]
+    return {
+        "new": new[new >= 0].cpu().numpy(),
+        "attended": attended,
+        "seen": (mass.nan_to_num() > 0).any(-1).cpu().numpy(),
+    }
 
 
 def copied_share(
@@ -166,24 +206,53 @@ def copied_share(
     return np.sum(copied, 0) / (stop - start)
 
 
-def recall(response: str, answer: str) -> float:
-    """Share of the answer's words that the response holds: ROUGE-1 recall without stemming."""
-    words = re.findall(r"\w+", answer.lower())
-    left = re.findall(r"\w+", response.lower())
-    found = 0
-    for word in words:
-        if word in left:
-            left.remove(word)
-            found += 1
-    return found / len(words)
+def profiles(
+    values: Float[np.ndarray, "prompt layer head"], trials: Sequence[NeedleTrial]
+) -> dict[str, Detail]:
+    """How often each head fires (Wu et al.: some always, some on some needles only), and where.
+
+    A trial counts as one in which a head fired when it copied at least one token of the answer.
+    """
+    known = ~np.isnan(values)
+    fired = np.where(known, values > 0, np.nan)
+    details = {
+        "activation_frequency": Detail(
+            _mean(fired), "share of answered trials in which the head copied at least one token"
+        )
+    }
+    if any(trial.needle is None for trial in trials):  # whole prompts lie on no grid
+        return details
+    for name, meaning in (
+        ("length", "score by length of the prompt, in tokens"),
+        ("depth", "score by depth of the needle, from 0 to 1"),
+    ):
+        where = np.array([getattr(trial, name) for trial in trials], np.float64)
+        at = np.unique(where)
+        scores = np.stack([_mean(values[where == place]) for place in at], -1)
+        details[f"score_by_{name}"] = Detail(scores, meaning, at)
+    return details
 
 
-def _out_of_window(probing: Probing, trial: NeedleTrial) -> np.ndarray:
-    """Heads whose window cannot reach the whole needle from the first predicting row."""
-    distance = len(trial.ids) - 1 - trial.span[0]
-    spec = probing.model.spec
-    out = [layer.window is not None and layer.window <= distance for layer in spec.layers]
-    return np.repeat(np.array(out)[:, None], spec.n_heads, 1)
+def uniform_decode(heads: Iterable[Head]) -> Edit:
+    """The masking of Wu et al.: query zero, so that attention is even, wherever a token is generated.
+
+    That is the last row of every call of a generation: of the prompt's, which predicts the first new token, and the
+    only row of each later one. The prompt's other rows, and the keys and values of all, stay as they are. Under a
+    learned sink or a bias by distance, attention is even but for those.
+    """
+
+    def last_row(q: Tensor, where: Where) -> Tensor:
+        q = q.clone()
+        q[:, -1] = 0
+        return q
+
+    return apply(list(heads), last_row, site="q")
+
+
+def _mean(values: Float[np.ndarray, "prompt layer head"]) -> Float[np.ndarray, "layer head"]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # the mean of no trials is NaN, as meant
+        return np.asarray(np.nanmean(values, 0))
 
 
 def _look(found: Arrays, trial: NeedleTrial) -> Look:

@@ -1,11 +1,16 @@
 """Needle in a haystack: one odd fact in a long text, a question about it, and where its answer stands.
 
+Needles are made from templates and word lists (``data/needles.json``): objects, foods, places, numbers and names of
+an invented world, so that no model knows an answer beforehand. An answer always stands between two spaces, where
+nearly every tokenizer begins a token.
+
 Spans come from the tokenizer's character offsets, so the answer is found exactly or the trial is refused; a
 search for overlapping token sets, as in published code, may begin early or match the wrong words.
 """
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import dataclass
 from typing import Any
@@ -13,9 +18,22 @@ from typing import Any
 import numpy as np
 
 from headlab.errors import PromptError
+from headlab.tasks.prose import data_folder
 
 _TASK = "\n\nBased on the content of the text, answer the question.\nQuestion: {question}\nAnswer:"
 _SENTENCE_END = re.compile(r"(?<=[.!?])\s+")
+
+
+class NeedleError(PromptError):
+    """A needle cannot be used, whatever text it is hidden in.
+
+    Attributes:
+        needle: Which one.
+    """
+
+    def __init__(self, message: str, needle: Needle) -> None:
+        super().__init__(message)
+        self.needle = needle
 
 
 @dataclass(frozen=True)
@@ -26,6 +44,9 @@ class Needle:
         fact: The sentence to hide; it holds the answer word for word.
         question: What is asked.
         answer: The words a head must copy.
+
+    Raises:
+        PromptError: The fact does not contain the answer exactly once, or the answer holds no word.
     """
 
     fact: str
@@ -33,73 +54,67 @@ class Needle:
     answer: str
 
     def __post_init__(self) -> None:
-        if self.fact.count(self.answer) != 1:
+        check_answer(self.answer)
+        if occurrences(self.fact, self.answer) != 1:
             raise PromptError(
                 f"the needle {self.fact!r} must contain its answer {self.answer!r} exactly once"
             )
 
 
-NEEDLES = (
-    Needle(
-        "The lighthouse keeper at Marrow Point feeds her seven tame foxes with salted plums every evening.",
-        "What does the lighthouse keeper at Marrow Point feed her foxes with?",
-        "salted plums",
-    ),
-    Needle(
-        "The painter Odile Brandt mixed her famous green from copper dust and crushed mint leaves.",
-        "What did the painter Odile Brandt mix her famous green from?",
-        "copper dust and crushed mint leaves",
-    ),
-    Needle(
-        "In the village of Tarnholt the bakers hide a silver thimble inside the largest loaf each spring.",
-        "What do the bakers of Tarnholt hide inside the largest loaf?",
-        "a silver thimble",
-    ),
-    Needle(
-        "Captain Ruslan Veck always kept a jar of orange marmalade beside the ship's compass.",
-        "What did Captain Ruslan Veck keep beside the ship's compass?",
-        "a jar of orange marmalade",
-    ),
-    Needle(
-        "The library of Saint Corvin lends out wooden flutes together with its travel books.",
-        "What does the library of Saint Corvin lend out together with its travel books?",
-        "wooden flutes",
-    ),
-    Needle(
-        "The clockmaker Ines Halloway paid her apprentices in walnut cake and blue ribbon.",
-        "What did the clockmaker Ines Halloway pay her apprentices in?",
-        "walnut cake and blue ribbon",
-    ),
-    Needle(
-        "On the island of Perrow the ferry is pulled across the bay by two white oxen.",
-        "What pulls the ferry across the bay on the island of Perrow?",
-        "two white oxen",
-    ),
-    Needle(
-        "Professor Adaeze Lund measures rainfall with an upturned brass trumpet in her garden.",
-        "What does Professor Adaeze Lund measure rainfall with?",
-        "an upturned brass trumpet",
-    ),
-)
+def check_answer(answer: str) -> None:
+    """Raise :class:`PromptError` for an answer without a word."""
+    if re.search(r"\w", answer) is None:
+        raise PromptError(f"the answer {answer!r} holds no word, so no response can recall it")
+
+
+def occurrences(text: str, part: str) -> int:
+    """How often a part stands in a text, overlaps counted."""
+    return sum(text.startswith(part, at) for at in range(len(text)))
+
+
+def draw_needles(n: int, seed: int) -> tuple[Needle, ...]:
+    """Different needles, evenly over templates, with words drawn at random.
+
+    Args:
+        n: How many; the word lists make thousands.
+        seed: Seed of the words and of the order.
+    """
+    data = json.loads((data_folder() / "needles.json").read_text("utf-8"))
+    rng = np.random.default_rng(seed)
+    drawn: dict[Needle, None] = {}
+    while len(drawn) < n:
+        for at in rng.permutation(len(data["templates"])):
+            template = data["templates"][at]
+            words = {slot: str(rng.choice(choices)) for slot, choices in data["words"].items()}
+            answer = data["answers"][template["kind"]].format(**words)
+            fact = template["fact"].format(answer=answer, **words)
+            drawn[Needle(fact, template["question"].format(**words), answer)] = None
+    return tuple(drawn)[:n]
+
+
+#: The needles that trials are made of.
+NEEDLES = draw_needles(400, seed=0)
 
 
 @dataclass(frozen=True)
 class NeedleTrial:
-    """One prompt with a needle in it.
+    """One prompt in which an answer stands.
 
     Attributes:
         ids: Token ids of the prompt.
         span: Positions [start, stop) of the answer's tokens.
-        needle: What was hidden.
+        answer: The words of the answer.
         length: Tokens asked for.
-        depth: Where the needle was put, 0 at the start of the text and 1 at its end.
+        depth: Where the answer was put, 0 at the start of the text and 1 at its end.
+        needle: What was hidden; None for a whole prompt of the user's.
     """
 
     ids: tuple[int, ...]
     span: tuple[int, int]
-    needle: Needle
+    answer: str
     length: int
     depth: float
+    needle: Needle | None = None
 
 
 def needle_trials(
@@ -123,33 +138,86 @@ def needle_trials(
         needles: The needles.
 
     Raises:
-        PromptError: The tokenizer gives no offsets, the text is too short for a prompt, or a token straddles the
-            answer's edge.
+        PromptError: The tokenizer gives no offsets, or the text is too short for a prompt.
+        NeedleError: A needle is too long for a prompt, or a token straddles its answer's edge.
     """
+    check_offsets(tokenizer)
+    rng = np.random.default_rng(seed)
+    grid = [(length, depth) for depth in depths for length in lengths]
+    cells = _evenly(len(grid), n_trials, rng)
+    picks = _evenly(len(needles), n_trials, rng)
+    sentences = _SENTENCE_END.split(text)
+    trials = []
+    for cell, pick in zip(cells, picks, strict=True):
+        length, depth = grid[cell]
+        start = int(rng.integers(len(sentences)))
+        trials.append(_trial(tokenizer, sentences, start, needles[pick], length, depth))
+    return tuple(trials)
+
+
+def prompt_trial(
+    tokenizer: Any, prompt: str, answer: str, answer_start: int | None = None
+) -> NeedleTrial:
+    """A trial of a whole prompt, taken as it is: no chat template is put around it.
+
+    Args:
+        tokenizer: Must give character offsets.
+        prompt: The prompt, to be continued with the answer.
+        answer: Words that stand in it.
+        answer_start: Character at which the answer begins; may be left out where it stands there once.
+
+    Raises:
+        PromptError: The answer does not stand in the prompt, or at ``answer_start``, or more than once without
+            it, or a token straddles its edge.
+    """
+    check_offsets(tokenizer)
+    check_answer(answer)
+    found = occurrences(prompt, answer)
+    if found == 0:
+        raise PromptError(f"the answer {answer!r} does not stand in the prompt")
+    if answer_start is None:
+        if found > 1:
+            raise PromptError(
+                f"the answer {answer!r} stands in the prompt {found} times; say which with answer_start"
+            )
+        answer_start = prompt.index(answer)
+    elif not prompt.startswith(answer, answer_start):
+        raise PromptError(
+            f"the answer {answer!r} does not stand at character {answer_start} of the prompt"
+        )
+    encoded = tokenizer(prompt, return_offsets_mapping=True, verbose=False)
+    ids = tuple(encoded["input_ids"])
+    stop = answer_start + len(answer)
+    span = token_span(encoded["offset_mapping"], answer_start, stop, prompt)
+    return NeedleTrial(ids, span, answer, len(ids), span[0] / len(ids))
+
+
+def check_offsets(tokenizer: Any) -> None:
+    """Raise :class:`PromptError` for a tokenizer that gives no character offsets."""
     if tokenizer is None or not tokenizer.is_fast:
         raise PromptError(
             "needles need a tokenizer that gives character offsets (a fast tokenizer)"
         )
-    rng = np.random.default_rng(seed)
-    grid = [(length, depth) for depth in depths for length in lengths]
-    order = np.concatenate([rng.permutation(len(grid)) for _ in range(n_trials // len(grid) + 1)])
-    sentences = _SENTENCE_END.split(text)
-    trials = []
-    for trial in range(n_trials):
-        length, depth = grid[order[trial]]
-        needle = needles[trial % len(needles)]
-        start = int(rng.integers(len(sentences)))
-        trials.append(_trial(tokenizer, sentences, start, needle, length, depth))
-    return tuple(trials)
+
+
+def bare_length(tokenizer: Any, needle: Needle) -> int:
+    """Tokens of a prompt that holds nothing but the needle and its question."""
+    return len(_encode(tokenizer, _prompt(tokenizer, [needle.fact], needle))["input_ids"])
+
+
+def _evenly(n: int, count: int, rng: np.random.Generator) -> np.ndarray:
+    """``count`` numbers below n, in random order, each as often as the others or once more."""
+    return np.concatenate([rng.permutation(n) for _ in range(count // n + 1)])[:count]
 
 
 def _trial(
     tokenizer: Any, sentences: list[str], start: int, needle: Needle, length: int, depth: float
 ) -> NeedleTrial:
-    bare = len(_encode(tokenizer, _prompt(tokenizer, [needle.fact], needle))["input_ids"])
+    bare = bare_length(tokenizer, needle)
     if bare > length:
-        raise PromptError(
-            f"a prompt of {length} tokens cannot hold the needle and its question, which take {bare}"
+        raise NeedleError(
+            f"a prompt of {length} tokens cannot hold the needle and its question, which take {bare}",
+            needle,
         )
     context = _context(tokenizer, sentences, start, length, bare)
     while True:
@@ -161,8 +229,12 @@ def _trial(
             break
         context.pop()  # sentences side by side may take a token more than each alone
     at = prompt.index(needle.fact) + needle.fact.index(needle.answer)
-    span = token_span(encoded["offset_mapping"], at, at + len(needle.answer), prompt)
-    return NeedleTrial(tuple(encoded["input_ids"]), span, needle, length, depth)
+    try:
+        span = token_span(encoded["offset_mapping"], at, at + len(needle.answer), prompt)
+    except PromptError as error:
+        raise NeedleError(str(error), needle) from error
+    ids = tuple(encoded["input_ids"])
+    return NeedleTrial(ids, span, needle.answer, length, depth, needle)
 
 
 def _context(tokenizer: Any, sentences: list[str], start: int, length: int, bare: int) -> list[str]:

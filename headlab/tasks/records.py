@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
 from headlab.errors import PromptError
 
 #: A path to a JSON Lines file, a ``datasets.Dataset``, or records themselves.
 RecordsLike: TypeAlias = "str | Path | Iterable[Mapping[str, Any]]"
+
+_SHOWN = 200
 
 
 class RecordError(PromptError):
@@ -20,7 +23,7 @@ class RecordError(PromptError):
 def read_records(
     source: RecordsLike, schema: Mapping[str, Any], what: str
 ) -> tuple[dict[str, Any], ...]:
-    """Records that fit a schema.
+    """Records that fit a schema, as plain JSON values.
 
     Args:
         source: Where they are: one JSON object per line of a file, or mappings.
@@ -39,9 +42,8 @@ def read_records(
         fault = best_match(validator.iter_errors(record))
         if fault is not None:
             field = "".join(f"[{part!r}]" for part in fault.absolute_path)
-            message = fault.message if len(fault.message) < 200 else fault.message[:200] + "…"
             raise RecordError(
-                f"{where} does not fit the schema of {what}: {field + ' ' if field else ''}{message}; "
+                f"{where} does not fit the schema of {what}: {field + ' ' if field else ''}{_short(fault.message)}; "
                 f"`headlab tasks schema {what}` prints the schema"
             )
         records.append(record)
@@ -55,17 +57,14 @@ def _records(source: RecordsLike, what: str) -> Iterator[tuple[str, dict[str, An
         yield from _lines(Path(source))
         return
     if isinstance(source, Mapping) or not isinstance(source, Iterable):
+        hint = "; choose one of its splits" if hasattr(source, "column_names") else ""
         raise RecordError(
-            f"the data for {what} must be a path, a dataset or a list of records, not {source!r:.80}"
+            f"the data for {what} must be a path, a dataset or a list of records, not {source!r:.80}{hint}"
         )
     for number, record in enumerate(source):
         if not isinstance(record, Mapping):
             raise RecordError(f"record {number} for {what} is not a mapping but {record!r:.80}")
-        # A dataset fills fields that a record lacks with None.
-        yield (
-            f"record {number}",
-            {key: value for key, value in record.items() if value is not None},
-        )
+        yield f"record {number}", _record(record, f"record {number} for {what}")
 
 
 def _lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -80,11 +79,65 @@ def _lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
             continue
         where = f"line {number} of {path}"
         try:
-            record = json.loads(line)
+            record = json.loads(line, object_pairs_hook=_unique, parse_constant=_no_constant)
         except json.JSONDecodeError as error:
+            hint = "; each record stands on one line of its own" if line.strip() in "[{" else ""
             raise RecordError(
-                f"{where} is not JSON: {error.msg} at column {error.colno}"
+                f"{where} is not JSON: {error.msg} at column {error.colno}{hint}"
             ) from error
+        except (ValueError, RecursionError) as error:
+            why = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
+            raise RecordError(f"{where} cannot be used: {_short(why)}") from error
         if not isinstance(record, dict):
-            raise RecordError(f"{where} is not a JSON object")
-        yield where, record
+            hint = "; put each record on a line of its own" if isinstance(record, list) else ""
+            raise RecordError(f"{where} is not a JSON object{hint}")
+        yield where, _record(record, where)
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        twice = next(key for at, (key, _) in enumerate(pairs) if key in dict(pairs[:at]))
+        raise ValueError(f"it gives {twice!r} twice")
+    return found
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not a JSON value")
+
+
+def _record(value: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """A record as JSON has it: numpy's numbers and arrays become Python's, and fields that hold None are left out.
+
+    A dataset fills fields that a record lacks with None.
+    """
+    try:
+        return dict(_plain(value, where))
+    except RecursionError as error:
+        raise RecordError(f"{where} cannot be used: it is nested too deeply") from error
+
+
+def _plain(value: Any, where: str) -> Any:
+    if isinstance(value, Mapping):
+        fields = {str(key): _plain(item, where) for key, item in value.items()}
+        return {key: item for key, item in fields.items() if item is not None}
+    if hasattr(value, "tolist"):
+        value = value.tolist()
+    if isinstance(value, list | tuple):
+        return [_plain(item, where) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        raise RecordError(f"{where} holds {value!r}, which is not a JSON value")
+    if isinstance(value, str):
+        try:
+            value.encode()
+        except UnicodeEncodeError as error:
+            raise RecordError(
+                f"{where} holds half a character (a lone surrogate), which is not text"
+            ) from error
+    return value
+
+
+def _short(text: str) -> str:
+    """A message in one line; of a long one its beginning and end, which says what is wrong."""
+    line = " ".join(text.split())
+    return line if len(line) <= _SHOWN else f"{line[: _SHOWN // 2]} … {line[-_SHOWN // 2 :]}"

@@ -222,7 +222,9 @@ def _run(
     heads: tuple[Head, ...] = (),
 ) -> Float[np.ndarray, " prompt"]:
     """The behaviour under an edit, remembered under what was ablated and how."""
-    what = f"{behaviour.name}|{probing.n_prompts}|{role}|{', '.join(map(str, heads))}|{probing.records}"
+    measure = behaviour.measure
+    named = f"{measure.__module__}.{getattr(measure, '__qualname__', repr(measure))}"
+    what = f"{named}|{behaviour.name}|{probing.n_prompts}|{role}|{', '.join(map(str, heads))}|{probing.records}"
     key = f"causal-{hashlib.sha256(what.encode()).hexdigest()[:16]}"
     return probing.remember(key, partial(_measured, probing, behaviour, edit))["values"]
 

@@ -1,0 +1,101 @@
+"""``headlab tasks``: what roles are probed with, and whether data of the user's will do."""
+
+from __future__ import annotations
+
+import json
+from difflib import get_close_matches
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Optional
+
+import typer
+
+if TYPE_CHECKING:
+    from headlab.model import Model
+    from headlab.roles import Role
+
+tasks = typer.Typer(
+    help="See what roles are probed with; check data of your own.", no_args_is_help=True
+)
+Name = Annotated[str, typer.Argument(metavar="ROLE", help="Name of a role.")]
+
+
+@tasks.command("list")
+def list_roles(
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON document.")] = False,
+) -> None:
+    """List the roles and the data each takes."""
+    from headlab.cli.tables import print_roles
+    from headlab.roles.base import ROLES, load_entry_points
+
+    load_entry_points()
+    print_roles(list(ROLES.values()), as_json)
+
+
+@tasks.command()
+def schema(role: Name) -> None:
+    """Print the JSON Schema of one record of a role's data."""
+    print(json.dumps(_taking_data(role).schema, indent=2, ensure_ascii=False))
+
+
+@tasks.command()
+def check(
+    role: Name,
+    file: Annotated[Path, typer.Argument(help="JSON Lines, one record a line.")],
+    model: Annotated[
+        Optional[str],  # noqa: UP045  # typer reads the annotation at run time
+        typer.Option(help="Also check spans and lengths by this model's tokenizer."),
+    ] = None,
+) -> None:
+    """Check data of your own for a role, without scoring anything."""
+    from headlab.tasks import read_records
+
+    found = _taking_data(role)
+    assert found.schema is not None
+    records = read_records(file, found.schema, role)
+    said = f"{len(records)} records fit the schema of {role}"
+    if model is not None:
+        from headlab.cli.work import loaded
+
+        note = try_out(loaded(model, "auto", "auto", None, False), found, records)
+        said += f"; {note}" if note else f" and can be used with {model}"
+    print(said)
+
+
+class _Reached(Exception):  # not an error
+    """A role is about to run the model."""
+
+
+def try_out(model: Model, role: Role, records: tuple[dict[str, Any], ...]) -> str:
+    """Let a role make its prompts of records, and stop it before it runs the model.
+
+    Returns:
+        Why the role cannot be measured with them, or nothing.
+
+    Raises:
+        RecordError: A record cannot be used with this model.
+    """
+    from headlab.roles.base import Arrays
+    from headlab.roles.scoring import for_role, prepare
+
+    def stop(*_: object) -> Arrays:
+        raise _Reached
+
+    probing = prepare(model, 0, max(2, len(records)), None, stop)
+    try:
+        found = role.measure(for_role(probing, role, {role.info.name: records}))
+    except _Reached:
+        return ""
+    return str(found.notes.get((-1, -1), ""))
+
+
+def _taking_data(name: str) -> Role:
+    from headlab.roles.base import ROLES, RoleError, load_entry_points
+
+    load_entry_points()
+    if name not in ROLES:
+        near = get_close_matches(name, ROLES, 1)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        raise RoleError(f"there is no role {name!r}; {hint}there are {', '.join(ROLES)}")
+    if ROLES[name].schema is None:
+        raise RoleError(f"role {name!r} makes its own prompts and takes no data")
+    return ROLES[name]

@@ -1,0 +1,78 @@
+"""Copying read off the weights, against the eigenvalues of the whole token-by-token matrix."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import numpy as np
+import pytest
+from real_model import planted_llama, planted_model
+from tiny_models import build, tiny_tokenizer
+
+import headlab as hl
+from headlab import planted
+from headlab.roles.copying import ov_eigenvalue_copying
+
+
+@cache
+def tiny(family: str) -> hl.Model:
+    return hl.load(build(family), tokenizer=tiny_tokenizer())
+
+
+def direct_ratio(matrix: np.ndarray) -> float:
+    eigenvalues = np.linalg.eigvals(matrix)
+    return float(eigenvalues.real.sum() / np.abs(eigenvalues).sum())
+
+
+@pytest.mark.parametrize("fold", [True, False])
+@pytest.mark.parametrize("centre", [True, False])
+@pytest.mark.parametrize("embedding", ["raw", "unit"])
+def test_eigenvalues_equal_those_of_the_whole_token_by_token_matrix(embedding, centre, fold):
+    module = build("llama")
+    found = ov_eigenvalue_copying(tiny("llama"), embedding, fold, centre)
+    e = module.model.embed_tokens.weight.detach().double().numpy()
+    u = module.lm_head.weight.detach().double().numpy()
+    if embedding == "unit":
+        e = e / np.linalg.norm(e, axis=1, keepdims=True)
+    if centre:
+        u = u - u.mean(0)
+    if fold:
+        u = u * module.model.norm.weight.detach().double().numpy()
+    for layer, block in enumerate(module.model.layers):
+        v = block.self_attn.v_proj.weight.detach().double().numpy()
+        o = block.self_attn.o_proj.weight.detach().double().numpy()
+        for head in range(6):
+            group = head // 3  # 2 key/value heads of width 10
+            circuit = o[:, 10 * head : 10 * head + 10] @ v[10 * group : 10 * group + 10]
+            # atol: transformers' RMSNorm works in float32, whatever it is given
+            assert found[layer, head] == pytest.approx(direct_ratio(u @ circuit @ e.T), abs=1e-5)
+
+
+def test_a_layernorms_centring_is_folded_too():
+    module = build("gpt2")
+    found = ov_eigenvalue_copying(tiny("gpt2"))
+    e = module.transformer.wte.weight.detach().double().numpy()
+    gain = module.transformer.ln_f.weight.detach().double().numpy()
+    centring = np.eye(36) - 1 / 36
+    for layer, block in enumerate(module.transformer.h):
+        v = block.attn.c_attn.weight.detach().double().numpy()[:, 72:]
+        o = block.attn.c_proj.weight.detach().double().numpy()
+        for head in range(3):
+            part = slice(12 * head, 12 * head + 12)
+            whole = e @ v[:, part] @ o[part] @ centring @ np.diag(gain) @ e.T
+            assert found[layer, head] == pytest.approx(direct_ratio(whole), abs=1e-5)
+
+
+def test_the_planted_induction_head_copies_by_its_weights_until_they_are_scrambled():
+    assert ov_eigenvalue_copying(planted_model())[2, 1] > 0.99
+    broken = planted.scramble(planted_llama(), "L2H1", part="ov")
+    model = hl.load(broken.module, tokenizer=broken.tokenizer)
+    assert abs(ov_eigenvalue_copying(model)[2, 1]) < 0.5
+
+
+def test_a_family_whose_values_cannot_be_read_has_no_eigenvalues_but_is_scored():
+    scores = hl.score(tiny("deepseek_v3"), "copying", n_prompts=2)
+    assert scores.frame["score"].notna().all()
+    assert "ov_eigenvalue_copying" not in set(scores.details["detail"])
+    readable = hl.score(tiny("llama"), "copying", n_prompts=2)
+    assert len(readable.detail("copying", "ov_eigenvalue_copying")) == 12
