@@ -71,7 +71,7 @@ def run(model: hl.Model, seed: int, n_prompts: int) -> list[Figure]:
     control = scored(Contextual(scrambled=True)).claimed("contextual")
     figures += [
         Figure("heads claimed", float(len(claimed)), note=", ".join(claimed)),
-        Figure("heads claimed when the gold label is scrambled", float(len(control)), 0.0),
+        Figure("heads claimed when the gold label is scrambled", float(len(control))),
     ]
     return figures
 

@@ -256,6 +256,8 @@ class Model:
                 torch.ones_like(lengths),
             )  # the decoder's start token
         arguments = self._arguments(ids if encoder_lengths is not None else aligned(ids, "left"))
+        # Without a mask, generate takes tokens of the prompt that equal its padding token for padding.
+        arguments.setdefault("attention_mask", torch.ones_like(arguments["input_ids"]))
         collector = Collector(plan, self.spec, lengths, encoder_lengths)
         if stop is not None:
             own = self.module.generation_config.eos_token_id

@@ -394,3 +394,14 @@ def test_a_static_cache_is_refused_when_something_is_captured(lab: Lab) -> None:
         lab("llama").generate(
             ids_of(5), max_new_tokens=3, keep=hl.keep.rows(), cache_implementation="static"
         )
+
+
+def test_a_prompt_may_hold_the_token_that_generation_pads_with(lab):
+    model = lab("llama")
+    pad = model.module.generation_config.pad_token_id
+    ids = [5, pad, 7, pad, 9]
+    made = model.generate(ids, 4, keep=hl.keep.rows(queries="generated"))
+    whole = ids + made.ids[0].tolist()
+    logits = model.logits([whole[:-1]])[0, len(ids) - 1 :]
+    assert logits.argmax(-1).tolist() == made.ids[0].tolist()
+    assert made.trace.rows.shape[-1] == len(whole) - 1

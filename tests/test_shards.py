@@ -30,8 +30,9 @@ from headlab.roles.shards import Shards
 
 ROLES = "previous_token,duplicate_token,induction,sink,copying"
 N_PROMPTS = 10
-#: Parts of that run: three batches of text, a batch of repeats, one of controls, one of copying.
-N_PARTS = 6
+#: Parts of that run: three batches of text, a batch of repeats and one of controls, three batches of text and two
+#: of moved first tokens for the sink's details, one of copying and one of its eigenvalues.
+N_PARTS = 12
 
 
 def report(out: Path | None, **options: Any) -> hl.Report:
@@ -77,10 +78,11 @@ def stopping_at(text: str) -> Callable[[str], None]:
 # -- a report ------------------------------------------------------------------------------------
 
 
-def test_a_report_writes_four_files_that_read_back_the_same(whole):
+def test_a_report_writes_its_files_and_they_read_back_the_same(whole):
     made, out = whole
     files = {path.name for path in out.iterdir()}
-    assert files == {"report.json", "report.html", "scores.parquet", "examples.parquet", "shards"}
+    tables = {"scores.parquet", "details.parquet", "examples.parquet"}
+    assert files == {"report.json", "report.html", "shards", *tables}
     back = hl.Report.read(out)
     assert_same(made, back)
     assert back.model == made.model
@@ -208,7 +210,7 @@ def test_report_is_a_function_and_a_package_in_any_order_of_imports():
         ("previous_token: reading text 1–4", 0),
         ("previous_token: reading text 9–10", 2),
         ("induction: ", 5),  # shares its rows with duplicate_token, which came before
-        ("copying: ", 5),
+        ("copying: ", 10),
         ("picking examples", N_PARTS),
         ("writing", N_PARTS),
     ],
@@ -460,7 +462,7 @@ def test_a_full_disk_while_the_report_is_written_keeps_the_parts_and_the_earlier
 ):
     report(tmp_path, roles="sink")
     before = {p.name: p.read_bytes() for p in tmp_path.iterdir() if p.is_file()}
-    added = N_PARTS - 3
+    added = N_PARTS - 8  # the sink's own parts are there
     with failing(monkeypatch, os, "fsync", added), pytest.raises(OutputError) as caught:
         report(tmp_path)
     assert "\n" not in str(caught.value)
