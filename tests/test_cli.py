@@ -280,7 +280,6 @@ BAD: dict[str, tuple[list[str], tuple[str, ...]]] = {
     ),
     "neither text nor file": (["trace", "{models}/tiny"], ("--text or --file",)),
     "model without tokenizer": (["trace", "{models}/mute", "--text", TEXT], ("tokenizer",)),
-    "roles without tokenizer": (["score", "{models}/mute", "--roles", "sink"], ("tokenizer",)),
     "out below a file, trace": (
         ["trace", "{models}/tiny", "--text", TEXT, "--out", "{tmp}/empty.txt/x"],
         ("cannot write", "empty.txt/x"),
@@ -333,8 +332,18 @@ BAD: dict[str, tuple[list[str], tuple[str, ...]]] = {
         ["score", "{models}/tiny", "--roles", "sink", "--haystack", "{tmp}/few"],
         ("longer",),
     ),
-    "context too short": (["score", "{models}/short", "--roles", "induction"], ("short",)),
 }
+
+
+@pytest.mark.parametrize(("model", "role"), [("mute", "sink"), ("short", "induction")])
+def test_what_a_model_cannot_be_probed_for_is_said_and_no_score_is_made_up(
+    headlab, models, model, role
+):
+    done = headlab("score", str(models / model), "--roles", role, "--json")
+    assert done.code == 0
+    rows = json.loads(done.out)["rows"]
+    assert rows
+    assert all(row["score"] is None and row["note"].startswith("not measurable") for row in rows)
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Optional
 
@@ -89,13 +88,9 @@ def try_out(model: Model, role: Role, records: tuple[dict[str, Any], ...]) -> st
 
 
 def _taking_data(name: str) -> Role:
-    from headlab.roles.base import ROLES, RoleError, load_entry_points
+    from headlab.roles.base import RoleError, role_named
 
-    load_entry_points()
-    if name not in ROLES:
-        near = get_close_matches(name, ROLES, 1)
-        hint = f"did you mean {near[0]!r}? " if near else ""
-        raise RoleError(f"there is no role {name!r}; {hint}there are {', '.join(ROLES)}")
-    if ROLES[name].schema is None:
+    role = role_named(name)
+    if role.schema is None:
         raise RoleError(f"role {name!r} makes its own prompts and takes no data")
-    return ROLES[name]
+    return role

@@ -6,6 +6,7 @@ import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from functools import cache
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -212,6 +213,20 @@ def load_entry_points() -> None:
                 f"the entry point {entry.name!r} of {entry.value} is not a headlab.roles.Role"
             )
         register(role)
+
+
+def role_named(name: str) -> Role:
+    """The role of this name, headlab's own or an installed package's.
+
+    Raises:
+        RoleError: There is none.
+    """
+    load_entry_points()
+    if name not in ROLES:
+        near = get_close_matches(name, ROLES, 1)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        raise RoleError(f"there is no role {name!r}; {hint}there are {', '.join(ROLES)}")
+    return ROLES[name]
 
 
 class RoleError(HeadlabError):

@@ -22,6 +22,7 @@ from headlab.roles.base import (
     RoleError,
     forget,
     load_entry_points,
+    role_named,
 )
 from headlab.roles.evidence import decide, details_frame
 from headlab.roles.scores import Scores
@@ -94,9 +95,7 @@ def select(
     chosen: list[Role] = []
     for role in roles:
         if isinstance(role, str):
-            if role not in ROLES:
-                raise RoleError(f"there is no role {role!r}; there are {', '.join(ROLES)}")
-            role = ROLES[role]
+            role = role_named(role)
         if role.needs_records and role.info.name not in given:
             name = role.info.name
             raise RoleError(
