@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from functools import cache
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ from tiny_models import build
 import headlab as hl
 from headlab.roles import Measurement, Probing
 from headlab.roles.confirmation import matched_sets
-from headlab.roles.retrieval import Retrieval, copied_share, profiles, run_trial, uniform_decode
+from headlab.roles.retrieval import Retrieval, answered, copied_share, profiles, uniform_decode
 from headlab.roles.retrieval_trials import (
     SCHEMA,
     SHORT_TRIALS,
@@ -86,7 +87,7 @@ def test_a_trial_reads_the_rows_that_greedy_decoding_by_transformers_has(family:
     twin = build(family, **changes)
     twin.set_attn_implementation("eager")
     for trial in needles(2):
-        found = run_trial(Probing(model), trial)
+        found = answered(Probing(model), [trial])[0]
         new, attended = decoded(twin, trial.ids, len(found["new"]), set())
         assert found["new"].tolist() == new
         assert np.array_equal(found["attended"], attended)
@@ -100,7 +101,7 @@ def test_a_layer_that_cannot_reach_the_answer_says_so():
     sliding = tiny("gemma2", max_position_embeddings=400, sliding_window=60)
     for trial, row in zip(trials, last, strict=True):
         reach = row - trial.span[0] < 60
-        assert run_trial(Probing(sliding), trial)["seen"].tolist() == [reach, True]
+        assert answered(Probing(sliding), [trial])[0]["seen"].tolist() == [reach, True]
     chunked = tiny("llama4_text", max_position_embeddings=400, attention_chunk_size=128)
     kinds = chunked.module.config.layer_types
     assert set(kinds) == {"chunked_attention", "full_attention"}
@@ -108,7 +109,7 @@ def test_a_layer_that_cannot_reach_the_answer_says_so():
     assert any(reached)
     assert not all(reached)
     for trial, same in zip(trials, reached, strict=True):
-        seen = run_trial(Probing(chunked), trial)["seen"].tolist()
+        seen = answered(Probing(chunked), [trial])[0]["seen"].tolist()
         assert seen == [same if kind == "chunked_attention" else True for kind in kinds]
 
 
@@ -122,7 +123,7 @@ def real_trials() -> tuple[NeedleTrial, ...]:
 def real_scores() -> np.ndarray:
     """Scores of SmolLM2's heads, [trial, layer, head]."""
     probing = Probing(smollm2())
-    found = [run_trial(probing, trial) for trial in real_trials()]
+    found = [answered(probing, [trial])[0] for trial in real_trials()]
     return np.stack(
         [
             copied_share(one["attended"], one["new"], trial)
@@ -260,6 +261,23 @@ def test_the_behaviour_of_records_takes_the_shortest_of_them():
     assert len(trial.ids) > 160
 
 
+def test_trials_run_together_answer_as_they_do_alone():
+    model, trials = llama(), (*needles(3, 140), *needles(2, 200))
+    keys: list[str] = []
+
+    def remember(key: str, compute: Any) -> Any:
+        keys.append(key)
+        return compute()
+
+    together = answered(Probing(model, remember=remember), trials)
+    assert len(keys) < len(trials)  # prompts of about one length run together
+    for trial, found in zip(trials, together, strict=True):
+        alone = answered(Probing(model), [trial])[0]
+        assert found["new"].tolist() == alone["new"].tolist()
+        np.testing.assert_array_equal(found["attended"], alone["attended"])
+        np.testing.assert_array_equal(found["seen"], alone["seen"])
+
+
 # -- records of the user's -----------------------------------------------------------------------
 
 
@@ -333,7 +351,7 @@ def test_an_answer_over_two_lines_is_not_cut_at_the_line_break():
         for answer, steps in (("red fox\nblue owl", 24), ("red fox blue owl", 1)):
             record = {"prompt": f"Say {answer} again: Say", "answer": answer}
             (trial,) = trials_of(Probing(model, records=(record,)), (), (), 1)
-            assert len(run_trial(Probing(model), trial)["new"]) == steps
+            assert len(answered(Probing(model), [trial])[0]["new"]) == steps
     finally:
         hook.remove()
 
@@ -358,16 +376,15 @@ def test_profiles_by_hand():
     np.testing.assert_array_equal(by_depth.values[0].T, [[0.75, 0.375, 0, 0], [1, 0, 0, 1]])
 
 
-def staged(records: tuple[Mapping[str, Any], ...], say: Any) -> tuple[Measurement, list[str]]:
-    """Retrieval measured from responses that are made up; head 0.0 follows the answer."""
-    model = llama()
-    asked: list[str] = []
-    role = Retrieval(lengths=(256,), depths=(0.5,))
-    trials = trials_of(Probing(model, n_prompts=2, records=records), (256,), (0.5,), 2)
+def staged(records: tuple[Mapping[str, Any], ...], say: Any) -> tuple[Measurement, int]:
+    """Retrieval measured from responses that are made up, and of how many; head 0.0 follows the answer."""
+    asked: list[NeedleTrial] = []
 
-    def remember(key: str, compute: Any) -> dict[str, np.ndarray]:
-        asked.append(key)
-        trial = trials[int(key.split("-")[1])]
+    def answered(probing: Probing, trials: Any) -> list[dict[str, np.ndarray]]:
+        asked.extend(trials)
+        return [one(trial) for trial in trials]
+
+    def one(trial: NeedleTrial) -> dict[str, np.ndarray]:
         start, stop = trial.span
         new = say(trial)
         attended = np.zeros((2, 6, len(new)), np.int32)
@@ -375,13 +392,14 @@ def staged(records: tuple[Mapping[str, Any], ...], say: Any) -> tuple[Measuremen
         attended[0, 0, :steps] = start + np.arange(steps)
         return {"new": np.array(new), "attended": attended, "seen": np.ones(2, bool)}
 
-    probing = Probing(model, n_prompts=2, records=records, remember=remember)
-    return role.measure(probing), asked
+    with patch("headlab.roles.retrieval.answered", answered):
+        role = Retrieval(lengths=(256,), depths=(0.5,))
+        return role.measure(Probing(llama(), n_prompts=2, records=records)), len(asked)
 
 
 def test_prompts_of_the_users_are_scored_like_needles_and_have_no_place_on_the_grid():
     found, asked = staged((PROMPT,) * 3, lambda trial: [*trial.ids[slice(*trial.span)], 30])
-    assert len(asked) == 3
+    assert asked == 3
     assert found.values.shape == (3, 2, 6)
     assert found.notes[-1, -1] == "3 of 3 needles recalled"
     assert set(found.details) == {"activation_frequency"}

@@ -9,6 +9,7 @@ from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pandas as pd
@@ -23,7 +24,7 @@ from headlab.errors import HeadlabError, UnsupportedError
 from headlab.planted.words import tokenizer as planted_tokenizer
 from headlab.roles import ROLES, Measurement, Probing, Role, RoleError, RoleInfo, register
 from headlab.roles.copying import copying_shares
-from headlab.roles.retrieval import LENGTHS, Retrieval, copied_share, recall, run_trial
+from headlab.roles.retrieval import LENGTHS, Retrieval, answered, copied_share, recall
 from headlab.tasks import (
     NeedleTrial,
     needle_trials,
@@ -140,9 +141,7 @@ def staged_retrieval(
     trials = needle_trials(model.tokenizer, prose(), (256,), (0.2, 0.8), n, 0)
     spec = model.spec
 
-    def remember(key: str, compute: Callable[[], Any]) -> dict[str, np.ndarray]:
-        at = int(key.split("-")[1])
-        trial = trials[at]
+    def one(at: int, trial: NeedleTrial) -> dict[str, np.ndarray]:
         new, attended = play(at, trial, np.zeros((spec.n_layers, spec.n_heads, 24), np.int32))
         distance = len(trial.ids) - 1 - trial.span[0]
         seen = [window is None or window > distance for window in spec.windows]
@@ -152,7 +151,11 @@ def staged_retrieval(
             "seen": np.array(seen),
         }
 
-    return role.measure(Probing(model, seed=0, n_prompts=n, remember=remember)), trials
+    with patch(
+        "headlab.roles.retrieval.answered",
+        lambda probing, trials: [one(at, trial) for at, trial in enumerate(trials)],
+    ):
+        return role.measure(Probing(model, seed=0, n_prompts=n)), trials
 
 
 def answering(at: int, trial: NeedleTrial, attended: np.ndarray) -> tuple[list[int], np.ndarray]:
@@ -304,7 +307,7 @@ def greedy_with_eager_attention(ids: tuple[int, ...], steps: int) -> tuple[list[
 def test_fast_generation_measures_what_step_by_step_eager_decoding_does(at: int):
     model = smollm2()
     trial = needle_trials(model.tokenizer, prose(), (256,), (0.3, 0.7), 2, 0)[at]
-    found = run_trial(Probing(model), trial)
+    found = answered(Probing(model), [trial])[0]
     steps = len(found["new"])
     assert 1 <= steps <= 24
     new, attended = greedy_with_eager_attention(trial.ids, steps)

@@ -50,6 +50,10 @@ MIN_RECALL = 0.5
 MIN_SCORE = 0.1
 
 
+#: Tokens of the prompts that run together: enough that decoding them shares its cost, few enough for long contexts.
+_BATCH_TOKENS = 4096
+
+
 class Retrieval(Role):
     """See the module's docstring.
 
@@ -113,10 +117,7 @@ class Retrieval(Role):
         except PromptError as error:  # no reason to give up the other roles of a run
             return Measurement.not_measurable(probing, str(error))
         values, null, looks, counted = [], [], [], []
-        for at, trial in enumerate(trials):
-            probing.tell(f"needle {at + 1} of {len(trials)} in {len(trial.ids)} tokens")
-            name = f"needle-{at:03d}"
-            found = probing.part(name, np.array(trial.ids), partial(run_trial, probing, trial))
+        for trial, found in zip(trials, answered(probing, trials), strict=True):
             if recall(model.text(found["new"].tolist(), special=False), trial.answer) <= MIN_RECALL:
                 continue
             score, chance = self._scored(found["attended"], found["new"], trial)
@@ -158,33 +159,60 @@ class Retrieval(Role):
         return score, np.mean(shifted, 0) if shifted else np.zeros_like(score)
 
 
-def run_trial(probing: Probing, trial: NeedleTrial) -> Arrays:
-    """Generate the answer, and read where each predicting row has its largest weight.
+def answered(probing: Probing, trials: Sequence[NeedleTrial]) -> list[Arrays]:
+    """What :func:`run_trials` finds for each trial; trials of like length run together, and are remembered so."""
+    order = sorted(range(len(trials)), key=lambda at: len(trials[at].ids))
+    batches: list[list[int]] = []
+    for at in order:
+        length = len(trials[at].ids)
+        last = batches[-1] if batches else []
+        # Padding costs as much as tokens do, so a batch holds prompts of about one length.
+        alike = bool(last) and 5 * len(trials[last[0]].ids) >= 4 * length
+        if alike and (len(last) + 1) * length <= _BATCH_TOKENS:
+            last.append(at)
+        else:
+            batches.append([at])
+    found: list[Arrays] = [{}] * len(trials)
+    done = 0
+    for number, batch in enumerate(batches):
+        some = [trials[at] for at in batch]
+        longest = len(some[-1].ids)
+        probing.tell(f"needles {done + 1}–{done + len(some)} of {len(trials)} in {longest} tokens")
+        ids = np.concatenate([[*trial.ids, -1] for trial in some])
+        part = probing.part(f"needles-{number:03d}", ids, partial(run_trials, probing, some))
+        for row, at in enumerate(batch):
+            new = part["new"][row]
+            steps = int((new >= 0).sum())
+            attended = part["attended"][row, ..., :steps]
+            found[at] = {"new": new[:steps], "attended": attended, "seen": part["seen"][row]}
+        done += len(some)
+    return found
+
+
+def run_trials(probing: Probing, trials: Sequence[NeedleTrial]) -> Arrays:
+    """Generate the answers, and read where each predicting row has its largest weight.
 
     Returns:
-        ``new`` [step], the generated tokens; ``attended`` [layer, head, step], key positions; and ``seen`` [layer],
-        whether the layer's predicting rows reach back to the answer's first token.
+        ``new`` [trial, step], the generated tokens, −1 after an answer's end; ``attended``
+        [trial, layer, head, step], key positions; and ``seen`` [trial, layer], whether the layer's predicting rows
+        reach back to the answer's first token.
     """
-    model, start = probing.model, trial.span[0]
+    model = probing.model
+    first = [(trial.span[0], trial.span[0] + 1) for trial in trials]
     generated = model.generate(
-        list(trial.ids),
+        [list(trial.ids) for trial in trials],
         keep=keep.statistics(
-            "argmax",
-            "segment_mass",
-            segments={"first": (start, start + 1)},
-            queries="generated",
+            "argmax", "segment_mass", segments={"first": first}, queries="generated"
         ),
-        **settings(model, (trial,)),
+        **settings(model, trials),
     )
     assert generated.trace is not None
-    new = generated.ids[0]
-    attended = generated.trace.statistic("argmax")[0].cpu().numpy().astype(np.int32)
     # A visible key never gets exactly nothing from every row of every head: such a layer cannot see it, be it for
     # a sliding window or for attention in chunks. Later rows are only farther away.
-    mass = generated.trace.statistic("segment_mass", "first")[0, ..., 0]
+    mass = generated.trace.statistic("segment_mass", "first")[..., 0]
     return {
-        "new": new[new >= 0].cpu().numpy(),
-        "attended": attended,
+        "new": generated.ids.cpu().numpy(),
+        "attended": generated.trace.statistic("argmax").cpu().numpy().astype(np.int32),
         "seen": (mass.nan_to_num() > 0).any(-1).cpu().numpy(),
     }
 
