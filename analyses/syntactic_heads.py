@@ -20,7 +20,7 @@ from common import Figure, is_model, main
 
 import headlab as hl
 from headlab.roles.syntactic import DIRECTIONS, Syntactic
-from headlab.tasks.prose import data_folder
+from headlab.tasks import data_folder
 
 BERT = "bert-base-uncased"
 #: Accuracy in per cent of the best head and, where the paper gives it, of the best offset; layers and heads from 0.

@@ -20,13 +20,7 @@ from headlab.attention.heads import Head, parse_heads
 from headlab.roles.base import Probing
 from headlab.roles.confirmation import matched_sets
 from headlab.roles.temporal import Temporal
-from headlab.tasks.temporal import (
-    TimePair,
-    TimePrompts,
-    invariant_pairs,
-    temporal_facts,
-    temporal_pairs,
-)
+from headlab.tasks import TimePair, TimePrompts, invariant_pairs, temporal_facts, temporal_pairs
 
 #: A prompt, and the tokens of its candidates, the right one first.
 Question = tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]

@@ -12,7 +12,7 @@ import math
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache
 from itertools import islice
 from typing import Any
 
@@ -21,14 +21,7 @@ import pytest
 import torch
 from real_model import smollm2
 from scipy import stats
-from transformers import (
-    Gemma2Config,
-    Gemma2ForCausalLM,
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-)
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import headlab as hl
 from headlab.attention import keep
@@ -45,53 +38,30 @@ pytestmark = pytest.mark.slow
 
 ALPHA = 0.05
 LAYERS, HEADS, N_PROMPTS = 3, 8, 20
-DATA_ROLES = ("spans", "syntactic")
-#: Roles whose control differs from the probe in what the tokens say and in nothing else. The others set attention
-#: against what even attention would do, or positions against other positions; there the heads of a random model do
-#: differ from their null, if by little, as does a duplicate-token head: a token's score with itself is no accident.
+#: Roles whose control changes what the tokens say and nothing else. The others set attention against even attention,
+#: or places against other places, and there random heads do differ from their null, if by little. So do they for the
+#: duplicate-token role: what a token's query and its own key make of each other is the same in every prompt.
 BY_CONTENT = (
     "retrieval", "induction", "natural_induction", "fuzzy_induction", "copying", "episodic", "successor",
     "contextual", "long_context", "spans", "syntactic",
 )  # fmt: skip
-SHAPE: dict[str, Any] = {
-    "hidden_size": 96,
-    "intermediate_size": 192,
-    "num_hidden_layers": LAYERS,
-    "num_attention_heads": HEADS,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 1100,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-
-
-def llama(scale: float, **shared: Any) -> torch.nn.Module:
-    config = LlamaConfig(**SHAPE, **shared, initializer_range=scale, tie_word_embeddings=True)
-    return LlamaForCausalLM(config)
-
-
-def gpt2(scale: float, **shared: Any) -> torch.nn.Module:
-    shape = {"n_embd": 96, "n_layer": LAYERS, "n_head": HEADS, "n_positions": 1100}
-    ends = {"bos_token_id": 1, "eos_token_id": 2}
-    return GPT2LMHeadModel(GPT2Config(**shape, **ends, **shared, initializer_range=scale))
-
-
-def gemma2(scale: float, **shared: Any) -> torch.nn.Module:
-    """Windows of 192 tokens in the first and the last layer."""
-    windows = ["sliding_attention", "full_attention", "sliding_attention"]
-    own = {"head_dim": 12, "query_pre_attn_scalar": 12, "sliding_window": 192}
-    return Gemma2ForCausalLM(
-        Gemma2Config(**SHAPE, **own, **shared, layer_types=windows, initializer_range=scale)
-    )
-
-
-#: SmolLM2's own standard deviation, at which attention is all but even, and one at which it is not.
-MODELS = {
-    "llama": partial(llama, 1 / 24),
-    "llama-peaked": partial(llama, 0.12),
-    "gpt2": partial(gpt2, 1 / 24),
-    "gpt2-peaked": partial(gpt2, 0.12),
-    "gemma2-sliding": partial(gemma2, 0.12),
+SHAPE = {
+    "hidden_size": 96, "intermediate_size": 192, "max_position_embeddings": 1100, "num_hidden_layers": LAYERS,
+    "num_attention_heads": HEADS, "num_key_value_heads": 2,
+}  # fmt: skip
+GPT_SHAPE = {"n_embd": 96, "n_layer": LAYERS, "n_head": HEADS, "n_positions": 1100}
+WINDOWS = {
+    "head_dim": 12, "query_pre_attn_scalar": 12, "sliding_window": 192,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+}  # fmt: skip
+#: Family, configuration, and the weights' standard deviation: SmolLM2's, at which attention is all but even, and one
+#: at which it is not.
+MODELS: dict[str, tuple[str, dict[str, Any], float]] = {
+    "llama": ("llama", SHAPE, 1 / 24),
+    "llama-peaked": ("llama", SHAPE, 0.12),
+    "gpt2": ("gpt2", GPT_SHAPE, 1 / 24),
+    "gpt2-peaked": ("gpt2", GPT_SHAPE, 0.12),
+    "gemma2-sliding": ("gemma2", SHAPE | WINDOWS, 0.12),
 }
 #: Heads that share their keys, and layers, are hardly independent of each other; these are what is counted.
 KEY_HEADS = {name: LAYERS * (HEADS if name.startswith("gpt2") else 2) for name in MODELS}
@@ -99,9 +69,13 @@ KEY_HEADS = {name: LAYERS * (HEADS if name.startswith("gpt2") else 2) for name i
 
 @cache
 def opened(name: str) -> hl.Model:
+    family, shape, scale = MODELS[name]
+    tokens = {"vocab_size": smollm2().spec.n_vocab, "bos_token_id": 1, "eos_token_id": 2}
+    tied = {"initializer_range": scale, "tie_word_embeddings": True}
+    config = AutoConfig.for_model(family, **shape, **tokens, **tied)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(zlib.crc32(name.encode()))
-        module = MODELS[name](vocab_size=smollm2().spec.n_vocab).eval()
+        module = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     return hl.load(module, tokenizer=smollm2().tokenizer)
 
 
@@ -116,9 +90,8 @@ def data() -> dict[str, list[dict[str, Any]]]:
         edges = np.cumsum([0, *(len(word) + 1 for word in chosen)])
         first, n = int(rng.integers(1, 70)), int(rng.integers(1, 4))
         to = [int(edges[first]), int(edges[first + n]) - 1]
-        spans.append(
-            {"text": " ".join(chosen), "from": [int(edges[75]), int(edges[80]) - 1], "to": to}
-        )
+        last = [int(edges[75]), int(edges[80]) - 1]
+        spans.append({"text": " ".join(chosen), "from": last, "to": to})
     lines = (data_folder() / "dependencies.jsonl").read_text("utf-8").splitlines()
     return {"spans": spans, "syntactic": [json.loads(line) for line in lines][:N_PROMPTS]}
 
@@ -129,7 +102,7 @@ class Answered(Retrieval):
     def measure(self, probing: Probing) -> Measurement:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(
-                retrieval, "answered", lambda _, trials: [*map(partial(read, probing), trials)]
+                retrieval, "answered", lambda _, trials: [read(probing, t) for t in trials]
             )
             return super().measure(probing)
 
@@ -147,6 +120,7 @@ def read(probing: Probing, trial: NeedleTrial) -> Arrays:
     return {"new": np.array(trial.ids[start:stop]), "attended": attended, "seen": seen.numpy()}
 
 
+@cache
 def roles() -> tuple[Role, ...]:
     chosen = select("all", data())
     return tuple(Answered() if role.info.name == "retrieval" else role for role in chosen)
@@ -196,7 +170,7 @@ def test_heads_of_a_random_model_are_claimed_no_oftener_than_stated(name: str):
 
 def test_every_role_is_measured_on_random_models():
     """All heads but those that a sliding window keeps from it; the temporal role asks for knowledge of the model."""
-    assert set(DATA_ROLES) < set(ROLES)
+    assert set(data()) < set(ROLES)
     for name in MODELS:
         frame = scores(name).frame
         lost = frame[frame["score"].isna() & (frame["role"] != "temporal")]
@@ -209,7 +183,7 @@ def test_every_role_is_measured_on_random_models():
 
 
 def test_a_random_model_retrieves_nothing():
-    frame = hl.score(opened("llama"), roles="retrieval").frame
+    frame = hl.score(opened("llama"), roles="retrieval", n_prompts=4).frame
     assert frame["note"].str.startswith("not measurable: the model recalled the needle in").all()
     assert not frame["claimed"].any()
 
@@ -224,23 +198,21 @@ def test_p_values_are_uniform_once_value_and_null_are_exchanged_at_random():
     for role in ROLES:
         parts = []
         for name in MODELS:
-            for _ in range(2):
-                difference = differences(name, role)
-                exchanged = difference * rng.choice([-1.0, 1.0], difference.shape)
-                parts.append(randomised_p(exchanged[:, exchanged.any(0)], rng))
+            difference = differences(name, role)
+            difference = difference[:, difference.any(0)]
+            exchanged = difference * rng.choice([-1.0, 1.0], difference.shape)
+            parts.append(randomised_p(exchanged, rng))
         found[role] = np.concatenate(parts)
-    sizes = {role: len(p) for role, p in found.items()}
-    assert all(size >= 100 for role, size in sizes.items() if role != "temporal"), sizes
+    sizes = {role: p.size for role, p in found.items()}
+    assert all(size >= 50 for role, size in sizes.items() if role != "temporal"), sizes
     every = np.concatenate(list(found.values()))
     assert stats.kstest(every, "uniform").pvalue > 0.01
-    apart = {role: stats.kstest(p, "uniform").pvalue for role, p in found.items() if len(p)}
+    apart = {role: stats.kstest(p, "uniform").pvalue for role, p in found.items() if p.size}
     assert min(apart.values()) > 0.01 / len(apart), apart
 
 
 def randomised_p(difference: np.ndarray, rng: np.random.Generator) -> np.ndarray:
     """p-values in which ties with the observed mean count by a random share, so that they are uniform with ties."""
-    if not difference.size:
-        return np.empty(0)
     at_least, above = sign_flip_p(difference, 0), 1 - sign_flip_p(-difference, 0)
     return above + rng.random(difference.shape[1]) * (at_least - above)
 
@@ -275,21 +247,16 @@ def test_random_heads_are_no_oftener_significant_than_chance_where_the_control_e
 
 def test_two_runs_of_a_probe_differ_no_more_than_their_prompts_do():
     """Prompts of another seed, the same model: were prompts no independent units, p-values would be too small."""
-    slow = ("retrieval", "temporal", "contextual", *DATA_ROLES)
-    shares: dict[str, list[float]] = {}
-    for name in ("llama-peaked", "gpt2-peaked"):
-        other = measured(name, 1, slow)
-        for role, found in other.items():
-            one, two = measured(name)[role].values, found.values
-            n = min(len(one), len(two))
-            difference = (one[:n] - two[:n]).reshape(n, -1)
-            for sign in (1, -1):
-                p = sign_flip_p(sign * difference, 0)
-                shares.setdefault(role, []).append(float((p <= ALPHA).mean()))
-    means = {role: float(np.mean(share)) for role, share in shares.items()}
-    units = KEY_HEADS["llama-peaked"] + KEY_HEADS["gpt2-peaked"]
-    assert max(means.values()) <= at_most(ALPHA, units), means
-    assert np.mean(list(means.values())) <= 1.2 * ALPHA, means
+    name, shares = "llama-peaked", {}
+    other = measured(name, 1, ("retrieval", "temporal", "contextual", "long_context", *data()))
+    for role, found in other.items():
+        one, two = measured(name)[role].values, found.values
+        n = min(len(one), len(two))
+        difference = (one[:n] - two[:n]).reshape(n, -1)
+        p = sign_flip_p(np.concatenate([difference, -difference], 1), 0)
+        shares[role] = float((p <= ALPHA).mean())
+    assert max(shares.values()) <= at_most(ALPHA, KEY_HEADS[name]), shares
+    assert np.mean(list(shares.values())) <= 1.2 * ALPHA, shares
 
 
 @pytest.mark.parametrize("common", [0.0, 0.6], ids=["independent", "correlated"])
@@ -299,8 +266,8 @@ def test_of_claimed_heads_no_larger_share_is_false_than_stated(common: float):
     info = RoleInfo("toy", "Toy", "?", "s", "n", "d", "r", -np.inf, -np.inf, "own row")
     false, power = [], []
     for seed in range(100):
-        shared = rng.normal(size=(14, 1, 1))
-        values = math.sqrt(common) * shared + math.sqrt(1 - common) * rng.normal(size=(14, 30, 9))
+        shared = rng.normal(size=(12, 1, 1))
+        values = math.sqrt(common) * shared + math.sqrt(1 - common) * rng.normal(size=(12, 30, 9))
         true = rng.permutation(270).reshape(30, 9) < 20
         values += 1.6 * true
         found = decide(info, Measurement(values, np.zeros_like(values)), ALPHA, seed)
@@ -314,18 +281,15 @@ def test_of_claimed_heads_no_larger_share_is_false_than_stated(common: float):
 def test_random_logits_follow_the_year_in_one_model_of_twenty():
     """Logits that answer to the digits of the year, each token's in its own way; facts share objects and years."""
     prompts, vocabulary = TimePrompts(smollm2().tokenizer, 1), smollm2().spec.n_vocab
-    groups = [
-        list(islice(temporal_pairs(prompts, temporal_facts(), seed), 60)) for seed in range(3)
-    ]
+    asked = [temporal_pairs(prompts, temporal_facts(), seed) for seed in range(3)]
+    groups = [list(islice(pairs, 60)) for pairs in asked]  # more than are looked at
     probing, passed = Probing(opened("llama")), []
-    for draw in range(150):
+    for draw in range(100):
         rng = np.random.default_rng([4, draw])
         by_digit = rng.standard_normal((vocabulary, 4, 10), np.float32)
 
-        def lead(
-            model: hl.Model, pairs: Sequence[TimePair], by_digit: np.ndarray = by_digit
-        ) -> np.ndarray:
-            first, second = by_digit[np.array([pair.objects for pair in pairs]).T]
+        def lead(_: Any, pairs: Sequence[TimePair], table: np.ndarray = by_digit) -> np.ndarray:
+            first, second = table[np.array([pair.objects for pair in pairs]).T]
             years = np.array([[[*map(int, time)] for time in pair.times] for pair in pairs])
             each = np.arange(len(pairs))[:, None, None], np.arange(4), years
             return (first[each] - second[each]).sum(-1)  # [pair, time]

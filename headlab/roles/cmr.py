@@ -28,7 +28,7 @@ from pathlib import Path
 import numpy as np
 from jaxtyping import Float, Int
 
-from headlab.tasks.prose import data_folder
+from headlab.tasks import data_folder
 
 #: Largest lag of a stored curve, and of those a profile is compared at.
 MAX_LAG, FIT_LAG = 8, 5

@@ -33,8 +33,7 @@ from headlab.attention.heads import Head, parse_heads
 from headlab.roles.base import Arrays, Behaviour, Probing, Remember, Role, RoleError, forget
 from headlab.roles.evidence import bootstrap_interval
 from headlab.roles.scores import Scores
-from headlab.tasks import prose, prose_windows
-from headlab.tasks.records import RecordsLike
+from headlab.tasks import RecordsLike, prose, prose_windows
 
 if TYPE_CHECKING:
     from headlab.model import Model

@@ -34,13 +34,13 @@ from headlab.errors import PromptError
 from headlab.roles.base import Arrays, Behaviour, Detail, Look, Measurement, Probing, Role, register
 from headlab.roles.confirmation import next_token_log_probability
 from headlab.roles.scores import RoleInfo
-from headlab.tasks.documents import (
+from headlab.tasks import (
     DocumentPrompt,
     DocumentQuestion,
+    RecordError,
     document_prompt,
     document_questions,
 )
-from headlab.tasks.records import RecordError
 
 #: Least mass on the gold document (ours: the paper has no threshold).
 MIN_SCORE = 0.1

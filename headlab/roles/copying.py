@@ -32,8 +32,7 @@ from headlab.errors import UnsupportedError
 from headlab.roles.base import Arrays, Detail, Look, Measurement, Probing, Role, RoleError, register
 from headlab.roles.repeats import SECOND_COPY
 from headlab.roles.scores import RoleInfo
-from headlab.tasks import RecordError, plain_tokens, random_tokens
-from headlab.tasks.random_tokens import TOKENS_SCHEMA, given_tokens
+from headlab.tasks import TOKENS_SCHEMA, RecordError, given_tokens, plain_tokens, random_tokens
 
 #: Tokens of a sample.
 N = 25

@@ -13,8 +13,7 @@ from headlab.errors import PromptError
 from headlab.roles.base import Behaviour, Measurement, Probing, Role, register
 from headlab.roles.repeats import measure_repeats
 from headlab.roles.scores import RoleInfo
-from headlab.tasks.ioi import ioi_prompts
-from headlab.tasks.random_tokens import TOKENS_SCHEMA
+from headlab.tasks import TOKENS_SCHEMA, ioi_prompts
 
 #: Prompts of the behaviour.
 _PROMPTS = 16

@@ -32,13 +32,13 @@ from headlab.roles.base import Arrays, Detail, Look, Measurement, Probing, Role,
 from headlab.roles.cmr import FIT_LAG, LAGS, MAX_LAG, fit
 from headlab.roles.repeats import SECOND_COPY
 from headlab.roles.scores import RoleInfo
-from headlab.tasks.random_tokens import plain_tokens
-from headlab.tasks.records import RecordError
-from headlab.tasks.repeated_lists import (
+from headlab.tasks import (
     LIST_SCHEMA,
     MIN_LIST,
+    RecordError,
     RepeatedList,
     given_lists,
+    plain_tokens,
     random_lists,
 )
 

@@ -25,12 +25,13 @@ from headlab.attention import keep
 from headlab.roles.base import Arrays, Detail, Look, Measurement, Probing, Role, register
 from headlab.roles.repeats import AROUND, LEAST, SECOND_COPY, N, blind, prompt_means
 from headlab.roles.scores import RoleInfo
-from headlab.tasks import RecordError, plain_tokens
-from headlab.tasks.random_tokens import (
+from headlab.tasks import (
     TOKENS_SCHEMA,
     FuzzyTokens,
+    RecordError,
     fuzzy_tokens,
     given_tokens,
+    plain_tokens,
     random_tokens,
     shuffled_apart,
 )

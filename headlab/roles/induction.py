@@ -40,8 +40,7 @@ from headlab.roles.repeats import (
     repeats,
 )
 from headlab.roles.scores import RoleInfo
-from headlab.tasks import RecordError
-from headlab.tasks.random_tokens import TOKENS_SCHEMA
+from headlab.tasks import TOKENS_SCHEMA, RecordError
 
 Convention = Literal["headlab", "olsson", "transformer_lens"]
 Reduce = Literal["sum_over_targets", "mean_entries"]

@@ -22,8 +22,15 @@ from headlab.attention import keep
 from headlab.errors import PromptError
 from headlab.roles.base import Arrays, Behaviour, Detail, Look, Measurement, Probing
 from headlab.roles.confirmation import next_token_log_probability
-from headlab.tasks import RecordError, RepeatedTokens, plain_tokens, repeated_tokens
-from headlab.tasks.random_tokens import given_tokens, random_tokens, shuffled_apart
+from headlab.tasks import (
+    RecordError,
+    RepeatedTokens,
+    given_tokens,
+    plain_tokens,
+    random_tokens,
+    repeated_tokens,
+    shuffled_apart,
+)
 
 #: Tokens of x.
 N = 50

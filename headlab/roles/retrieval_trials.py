@@ -12,8 +12,17 @@ from jaxtyping import Float
 
 from headlab.errors import PromptError
 from headlab.roles.base import Probing
-from headlab.tasks import Needle, NeedleTrial, RecordError, needle_trials, prose
-from headlab.tasks.needles import NeedleError, bare_length, check_offsets, prompt_trial
+from headlab.tasks import (
+    Needle,
+    NeedleError,
+    NeedleTrial,
+    RecordError,
+    bare_length,
+    check_offsets,
+    needle_trials,
+    prompt_trial,
+    prose,
+)
 
 if TYPE_CHECKING:
     from headlab.model import Model

@@ -26,7 +26,7 @@ from headlab.roles.base import (
 )
 from headlab.roles.evidence import decide, details_frame
 from headlab.roles.scores import Scores
-from headlab.tasks.records import RecordsLike, read_records
+from headlab.tasks import RecordsLike, read_records
 
 if TYPE_CHECKING:
     from headlab.model import Model

@@ -25,8 +25,7 @@ from headlab.attention import keep
 from headlab.errors import PromptError
 from headlab.roles.base import Arrays, Behaviour, Detail, Look, Measurement, Probing, Role, register
 from headlab.roles.scores import RoleInfo
-from headlab.tasks.records import RecordError
-from headlab.tasks.spans import SPAN_SCHEMA, SpanTrial, span_trials
+from headlab.tasks import SPAN_SCHEMA, RecordError, SpanTrial, span_trials
 
 _INFO = RoleInfo(
     name="spans",

@@ -37,7 +37,7 @@ from headlab.roles.base import (
 from headlab.roles.confirmation import next_token_log_probability
 from headlab.roles.copying import normed
 from headlab.roles.scores import RoleInfo
-from headlab.tasks.sequences import SEQUENCE_SCHEMA, OrderedTokens, dealt, ordered_tokens
+from headlab.tasks import SEQUENCE_SCHEMA, OrderedTokens, dealt, ordered_tokens
 
 _BATCH = 64
 _SHOWN = 3

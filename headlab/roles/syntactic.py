@@ -32,8 +32,7 @@ from headlab.attention import keep
 from headlab.errors import PromptError
 from headlab.roles.base import Arrays, Detail, Look, Measurement, Probing, Role, RoleError, register
 from headlab.roles.scores import RoleInfo
-from headlab.tasks.dependencies import DEPENDENCY_SCHEMA, ParsedSentence, parsed_sentences
-from headlab.tasks.records import RecordError
+from headlab.tasks import DEPENDENCY_SCHEMA, ParsedSentence, RecordError, parsed_sentences
 
 Direction = Literal["dependent_to_head", "head_to_dependent"]
 DIRECTIONS: tuple[Direction, ...] = get_args(Direction)

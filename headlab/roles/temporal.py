@@ -61,9 +61,9 @@ from headlab.roles.year_effects import (
     key,
     patched_effects,
 )
-from headlab.tasks.records import RecordError
-from headlab.tasks.temporal import (
+from headlab.tasks import (
     Facts,
+    RecordError,
     TimePair,
     TimePrompts,
     event_pairs,

@@ -21,7 +21,7 @@ from headlab.attention.edits import ablate, patch
 from headlab.attention.heads import Head
 from headlab.roles.base import Arrays, Probing
 from headlab.roles.integrated_gradients import Attributions, head_attributions
-from headlab.tasks.temporal import TimePair
+from headlab.tasks import TimePair
 
 if TYPE_CHECKING:
     from headlab.model import Model
