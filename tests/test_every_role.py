@@ -12,12 +12,15 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
+import torch
 from tiny_models import BOS, EOS, PAD, UNK, build
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
 import headlab as hl
-from headlab.roles import ROLES, Probing
+from headlab.roles import ROLES, Probing, confirmation
+from headlab.roles.confirmation import next_token_log_probability
+from headlab.roles.year_effects import last_logits
 from headlab.tasks import prose
 
 VOCAB, CONTEXT = 2000, 2048
@@ -88,7 +91,10 @@ def reader() -> PreTrainedTokenizerFast:
     )
     names = {f"{name}_token": f"<{name}>" for name in ("pad", "bos", "eos", "unk")}
     return PreTrainedTokenizerFast(
-        tokenizer_object=backend, model_max_length=CONTEXT, clean_up_tokenization_spaces=False, **names
+        tokenizer_object=backend,
+        model_max_length=CONTEXT,
+        clean_up_tokenization_spaces=False,
+        **names,
     )
 
 
@@ -96,7 +102,9 @@ def reader() -> PreTrainedTokenizerFast:
 def model(family: str) -> hl.Model:
     context = "n_positions" if family == "gpt2" else "max_position_embeddings"
     tokenizer = reader()
-    return hl.load(build(family, vocab_size=len(tokenizer), **{context: CONTEXT}), tokenizer=tokenizer)
+    return hl.load(
+        build(family, vocab_size=len(tokenizer), **{context: CONTEXT}), tokenizer=tokenizer
+    )
 
 
 @cache
@@ -129,12 +137,39 @@ def test_heads_are_out_of_window_exactly_where_no_row_can_see_the_target(family:
 
 
 @pytest.mark.parametrize("family", NARROW)
-def test_every_behaviour_can_be_asked_of_every_model(family: str):
+def test_the_behaviour_of_every_role_that_can_be_measured_can_be_too(family: str):
+    measured = scored(family).groupby("role")["score"].count()
     for name, role in ROLES.items():
-        if role.behaviour is not None:
+        if role.behaviour is not None and measured[name]:
             records = DATA.get(name)
             probing = Probing(model(family), n_prompts=2, records=records and tuple(records))
             found = np.asarray(role.behaviour.measure(probing))
             assert found.ndim == 1, name
             assert len(found), name
             assert not np.isinf(found).any(), name
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gpt_oss"])
+def test_logits_behind_prompts_of_uneven_length_are_those_of_their_last_positions(family: str):
+    seen = []
+    opened = model(family)
+    prompts = [(5, 6, 7), (8, 9, 10, 11, 12), (13, 14, 15), (16,)]
+    handle = opened.module.get_output_embeddings().register_forward_hook(
+        lambda module, inputs, output: seen.append(tuple(inputs[0].shape[:2]))
+    )
+    try:
+        found = last_logits(opened, prompts)
+    finally:
+        handle.remove()
+    assert seen == [(4, 1)]  # no other position's logits were computed
+    for row, ids in zip(found, prompts, strict=True):
+        torch.testing.assert_close(row, opened.logits([list(ids)])[0, -1], atol=1e-5, rtol=1e-5)
+
+
+def test_log_probabilities_do_not_depend_on_how_many_prompts_run_at_once(monkeypatch):
+    ids = torch.randint(UNK + 1, VOCAB, (5, 9), generator=torch.Generator().manual_seed(0))
+    whole = next_token_log_probability(model("llama"), ids)
+    wanted = torch.log_softmax(model("llama").logits(ids), -1)[:, :-1]
+    torch.testing.assert_close(whole, wanted.gather(-1, ids[:, 1:, None])[..., 0])
+    monkeypatch.setattr(confirmation, "_LOGITS", 2 * 9 * VOCAB)
+    torch.testing.assert_close(next_token_log_probability(model("llama"), ids), whole)

@@ -61,6 +61,8 @@ CAUSAL_COLUMNS = (
 DRAWS = 20
 _P = 0.05
 _GENERAL_PROMPTS, _GENERAL_LENGTH = 4, 128
+#: Logits held at once: prompts of large vocabularies run one after another.
+_LOGITS = 1 << 27
 
 
 def general_log_probability(probing: Probing) -> Float[np.ndarray, " prompt"]:
@@ -79,10 +81,13 @@ def general_log_probability(probing: Probing) -> Float[np.ndarray, " prompt"]:
 
 def next_token_log_probability(model: Model, ids: torch.Tensor) -> Float[torch.Tensor, "prompt q"]:
     """Log-probability, in nats, of each token but the first given those before it."""
-    logits = model.logits(ids)[:, :-1].float()
-    return (
-        torch.log_softmax(logits, -1).gather(-1, ids[:, 1:, None].to(logits.device))[..., 0].cpu()
-    )
+    found = []
+    at_once = max(1, _LOGITS // (ids.shape[1] * model.spec.n_vocab))
+    for some in ids.split(at_once):
+        logits = model.logits(some)[:, :-1].float()
+        wanted = some[:, 1:, None].to(logits.device)
+        found.append(torch.log_softmax(logits, -1).gather(-1, wanted)[..., 0].cpu())
+    return torch.cat(found)
 
 
 GENERAL = Behaviour("log-probability of plain text (nats per token)", general_log_probability)

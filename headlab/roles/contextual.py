@@ -214,6 +214,8 @@ class Contextual(Role):
         said = f"{answered} of {len(prompts)} questions answered rightly"
         if given := sum(bool(prompt.response) for prompt in prompts):
             said += f", {given} of the responses given and not the model's own"
+        if odd := sum(_asked(record).contradicted for record in probing.records or ()):
+            said += f"; in {odd} the answer stands in another document and not in the gold one"
         return self._measurement(probing, found, said)
 
     def _prompts(self, probing: Probing) -> list[DocumentPrompt]:
@@ -304,7 +306,13 @@ def read_documents(probing: Probing, prompt: DocumentPrompt) -> Arrays:
 def _answer(probing: Probing, ids: list[int]) -> list[int]:
     """The model's greedy answer: its first line that is not blank, without the tokens that end it."""
     model = probing.model
-    new = [int(token) for token in model.generate(ids, NEW_TOKENS).ids[0] if token >= 0]
+    stop = model.tokenizer("\n", add_special_tokens=False)["input_ids"][-1:]
+    new: list[int] = []
+    # A line break ends the answer, unless the answer begins with one.
+    for ends in (stop if model.text(stop) == "\n" else [], []):
+        if not model.text(new, special=False).strip():
+            found = model.generate(ids, NEW_TOKENS, stop=ends or None).ids[0]
+            new = [int(token) for token in found if token >= 0]
     special = {int(token) for token in model.tokenizer.all_special_ids}
     kept: list[int] = []
     for token in new:

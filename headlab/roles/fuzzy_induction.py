@@ -39,6 +39,8 @@ from headlab.tasks import (
 #: One token in so many is replaced.
 EVERY = 4
 _BATCH = 10
+#: A record's control may keep at most this share of its tokens in their places.
+_MOST_ALIKE = 0.25
 
 
 class FuzzyInduction(Role):
@@ -126,6 +128,11 @@ def _groups(probing: Probing) -> list[FuzzyTokens] | None:
             raise RecordError(f"record {at}: the vocabulary has too few tokens that it lacks")
         fresh = random_tokens(unseen, 1, len(x), probing.seed + at)
         y = shuffled_apart(x, probing.seed + at)
+        if (x == y).mean() > _MOST_ALIKE:
+            raise RecordError(
+                f"record {at}: so few of its tokens differ that no other order breaks the repeat; "
+                "give a text of more different words"
+            )
         groups.append(fuzzy_tokens(x[None], y[None], fresh, EVERY, probing.bos))
     return groups
 

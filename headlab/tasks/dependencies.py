@@ -120,6 +120,8 @@ def _sentence(
                 f"the head of word {at}, {words[at]!r:.40}, is {head}; it must be another word, counted from 0, "
                 "or -1 for the root"
             )
+    if blank := [at for at, word in enumerate(words) if not word.strip()]:
+        raise PromptError(f"no token covers {words[blank[0]]!r}, word {blank[0]}; leave it out")
     text = " ".join(words)
     encoded = encode(tokenizer, text)
     ids, offsets = list(encoded["input_ids"]), list(encoded["offset_mapping"])

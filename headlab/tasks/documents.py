@@ -57,6 +57,13 @@ class DocumentQuestion:
             raise PromptError(
                 f"gold is {self.gold}, but there are {n} documents, numbered from 0 to {n - 1}"
             )
+        same = [
+            at for at in range(n) if self.documents[at].strip() == self.documents[self.gold].strip()
+        ]
+        if len(same) > 1:
+            raise PromptError(
+                f"documents {same[0]} and {same[1]} are the same, so the gold one cannot be told apart; keep one"
+            )
         for at, document in enumerate(self.documents):
             if not document.strip():
                 raise PromptError(f"document {at} is empty")
@@ -64,6 +71,12 @@ class DocumentQuestion:
             raise PromptError("the question or its answer is empty")
         if sorted(_PLACES.findall(self.template)) != ["{documents}", "{question}"]:
             raise PromptError("the template must hold {documents} and {question} once each")
+
+    @property
+    def contradicted(self) -> bool:
+        """Whether the answer stands, word for word, in another document and not in the gold one."""
+        found = [_mention(self.answer).search(document) is not None for document in self.documents]
+        return any(found) and not found[self.gold]
 
     def fewer(self, n: int) -> DocumentQuestion:
         """The same question with only ``n`` of its documents: the gold one and those next to it."""
@@ -159,12 +172,15 @@ def document_prompt(tokenizer: Any, asked: DocumentQuestion, response: str = "")
         start, ids = spoken[0], ids[: spoken[-1] + 1]
     spans = tuple(token_span(offsets, low, high, text) for low, high in places)
     answer_span = None
-    pattern = rf"(?<!\w){re.escape(asked.answer.strip())}(?!\w)"
     low, high = places[asked.gold]
-    if found := re.compile(pattern).search(text, low, high):
+    if found := _mention(asked.answer).search(text, low, high):
         with suppress(PromptError):  # tokens that hold more than the answer do not mark it
             answer_span = token_span(offsets, *found.span(), text)
     return DocumentPrompt(ids, start, spans, asked.gold, asked.answer.strip(), answer_span)
+
+
+def _mention(answer: str) -> re.Pattern[str]:
+    return re.compile(rf"(?<!\w){re.escape(answer.strip())}(?!\w)")
 
 
 def _prompt(tokenizer: Any, asked: DocumentQuestion) -> tuple[str, list[tuple[int, int]]]:

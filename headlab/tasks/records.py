@@ -74,6 +74,8 @@ def _lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         raise RecordError(f"{path} is not UTF-8 text") from error
     except OSError as error:
         raise RecordError(f"{path} cannot be read: {error.strerror or error}") from error
+    except ValueError as error:  # the path holds a NUL
+        raise RecordError(f"{str(path)!r} cannot be read: {error}") from error
     for number, line in enumerate(text.split("\n"), 1):
         if not line.strip():
             continue
@@ -119,7 +121,7 @@ def _record(value: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 def _plain(value: Any, where: str) -> Any:
     if isinstance(value, Mapping):
-        fields = {str(key): _plain(item, where) for key, item in value.items()}
+        fields = {_plain(str(key), where): _plain(item, where) for key, item in value.items()}
         return {key: item for key, item in fields.items() if item is not None}
     if hasattr(value, "tolist"):
         value = value.tolist()
@@ -127,6 +129,8 @@ def _plain(value: Any, where: str) -> Any:
         return [_plain(item, where) for item in value]
     if isinstance(value, float) and not math.isfinite(value):
         raise RecordError(f"{where} holds {value!r}, which is not a JSON value")
+    if isinstance(value, float) and value.is_integer():
+        return int(value)  # to JSON Schema 3.0 is an integer; to Python it is no index
     if isinstance(value, str):
         try:
             value.encode()

@@ -107,6 +107,8 @@ def ordered_tokens(
 
 def single_token(tokenizer: Any, item: str) -> int | None:
     """The token of a word in the middle of a sentence, or by itself where it is one only there; else None."""
+    if not item.strip():
+        return None
     for text in (f" {item}", item):
         ids = tokenizer(text, add_special_tokens=False)["input_ids"]
         if len(ids) == 1 and tokenizer.decode(ids).strip().lower() == item.strip().lower():

@@ -185,7 +185,10 @@ def _spans(
             raise PromptError(
                 f"`{field}` {[start, stop]} lies outside the text, which has {len(text)} characters"
             )
-        found.append(token_span(offsets, start, stop, text))
+        try:
+            found.append(token_span(offsets, start, stop, text))
+        except PromptError as error:
+            raise PromptError(f"{error} (`{field}` {[start, stop]})") from error
     return found
 
 

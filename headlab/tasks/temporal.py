@@ -128,6 +128,9 @@ class TimePrompts:
         self._tokenizer = tokenizer
         self._front = () if bos is None else (bos,)
         self._limit = limit
+        # Each prompt stands in many pairs.
+        self._made = cache(self._prompt)
+        self._begun = cache(self.continuation)
 
     def pair(
         self, template: str, times: tuple[str, str], names: tuple[str, str], aligned: bool = True
@@ -143,7 +146,7 @@ class TimePrompts:
         Raises:
             PromptError: The pair cannot be used.
         """
-        (clean, span), (corrupted, other) = (self._prompt(template, time) for time in times)
+        (clean, span), (corrupted, other) = (self._made(template, time) for time in times)
         if aligned and len(clean) != len(corrupted):
             raise PromptError(
                 f"with {times[0]!r} the prompt has {len(clean)} tokens, with {times[1]!r} {len(corrupted)}: "
@@ -156,7 +159,7 @@ class TimePrompts:
             span != other or clean[:start] + clean[stop:] != corrupted[:start] + corrupted[stop:]
         ):
             raise PromptError(f"{times[0]!r} and {times[1]!r} change tokens beside the time")
-        first, second = (self.continuation(template, times[0], name)[0] for name in names)
+        first, second = (self._begun(template, times[0], name)[0] for name in names)
         if first == second:
             raise PromptError(
                 f"{names[0]!r} and {names[1]!r} begin with the same token, so logits cannot tell them apart"
@@ -164,6 +167,8 @@ class TimePrompts:
         return TimePair(clean, corrupted, span, (first, second), template, times, names)
 
     def _prompt(self, template: str, time: str) -> tuple[tuple[int, ...], tuple[int, int]]:
+        if not time.strip():
+            raise PromptError(f"the time {time!r} is blank")
         if template.count(SLOT) != 1:
             raise PromptError(f"the template {template!r} must hold {SLOT} exactly once")
         text = template.rstrip().replace(SLOT, time)
@@ -189,6 +194,8 @@ class TimePrompts:
         Raises:
             PromptError: It does not begin with a token of its own, or with one the tokenizer does not know.
         """
+        if not name.strip():
+            raise PromptError(f"the answer {name!r} is blank")
         text = template.rstrip().replace(SLOT, time)
         encode = self._tokenizer
         prompt = encode(text, add_special_tokens=False, verbose=False)["input_ids"]
