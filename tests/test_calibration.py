@@ -207,8 +207,7 @@ def test_p_values_are_uniform_once_value_and_null_are_exchanged_at_random():
         found[role] = np.concatenate(parts)
     sizes = {role: p.size for role, p in found.items()}
     assert all(size >= 50 for role, size in sizes.items() if role != "temporal"), sizes
-    every = np.concatenate(list(found.values()))
-    assert stats.kstest(every, "uniform").pvalue > 0.01
+    assert stats.kstest(np.concatenate(list(found.values())), "uniform").pvalue > 0.01
     apart = {role: stats.kstest(p, "uniform").pvalue for role, p in found.items() if p.size}
     assert min(apart.values()) > 0.01 / len(apart), apart
 
@@ -221,8 +220,7 @@ def randomised_p(difference: np.ndarray, rng: np.random.Generator) -> np.ndarray
 
 def test_the_heads_of_a_role_together_are_claimed_in_one_case_of_twenty():
     """Exchanged for all heads of a model at once, which keeps what they have in common."""
-    rng = np.random.default_rng(2)
-    hits = []
+    rng, hits = np.random.default_rng(2), []
     for role in roles():
         bare = replace(role.info, min_score=-np.inf, min_effect=-np.inf)
         for name in MODELS:

@@ -194,7 +194,7 @@ def test_several_roles_take_several_files(
         "heads": [1, 2, -1],
         "relations": ["det", "nsubj", "root"],
     }
-    one, two = file(RECORD), file(words, words, name="trees.jsonl")
+    one, two = file(RECORD), file(words, words | {"words": ["w5", "w9", "w8"]}, name="trees.jsonl")
     options = ("--data", f"spans={one}", "--data", f"syntactic={two}", "--json")
     done = run("score", tiny, "--roles", "spans,syntactic", *options)
     assert done.code == 0, done.err
@@ -243,13 +243,13 @@ def test_a_record_the_tokenizer_cannot_place_is_refused(
 def test_a_report_is_made_of_one_s_own_data(
     run: Callable[..., Done], file: Callable[..., Path], tiny: Path, tmp_path: Path
 ):
-    """And on asking it holds the causal check; of eight equal records some head is claimed by all."""
+    """And on asking it holds the causal check; of eight records of one text some head is claimed by all."""
     import headlab as hl
 
     always = Spans("always", min_score=0.0, min_effect=-1.0)
     ROLES["always"] = always
     try:
-        path = file(*[RECORD | {"answer": " w9"}] * 8)
+        path = file(*(RECORD | {"answer": " w9", "name": f"{at}"} for at in range(8)))
         options = ("--roles", "always", "--data", f"always={path}", "--alpha", "0.5")
         done = run("report", tiny, *options, "--causal", "--out", tmp_path / "out")
         assert done.code == 0, done.err

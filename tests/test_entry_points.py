@@ -76,8 +76,9 @@ def test_an_installed_role_is_found_by_name_and_scored(
     scores = hl.score(lab("llama"), "half")
     assert scores.claimed("half") == ["L0H0", "L1H0"]
     assert (scores.frame["n"] == 20).all()
-    scores = hl.score(lab("llama"), "half", data={"half": [{"by": 0.25}] * 6})
-    assert scores.frame.loc[0, "score"] == 0.25
+    records = [{"by": 0.25 + at / 64} for at in range(6)]
+    scores = hl.score(lab("llama"), "half", data={"half": records})
+    assert scores.frame.loc[0, "score"] == pytest.approx(0.25 + 2.5 / 64)
     assert scores.frame.loc[0, "n"] == 6
     app(["tasks", "list"], standalone_mode=False)
     assert "half" in capsys.readouterr().out

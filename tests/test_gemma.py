@@ -68,7 +68,7 @@ def test_the_windows_are_those_of_the_published_model():
 
 
 def test_short_probes_measure_every_head():
-    frame = scored(SHORT, n_prompts=4)
+    frame = scored(SHORT, n_prompts=2)
     assert frame["score"].notna().all()
     assert not frame["note"].str.contains("out of window").any()
 
@@ -95,6 +95,18 @@ def test_a_span_is_seen_as_far_as_the_window_reaches():
 
     assert back(WINDOW - 1)["score"].gt(0).all()
     assert_only_global_layers_see(back(WINDOW))
+
+
+@pytest.mark.parametrize(("tokens", "reached"), [(400, True), (680, False)])
+def test_retrieval_out_of_reach_is_not_scored(tokens: int, reached: bool):
+    fact = "The password of the old archive is"
+    prompt = f"{fact} plum harvest. {stretch(tokens)}\n\n{fact}"
+    record = {"prompt": prompt, "answer": "plum harvest"}
+    frame = scored("retrieval", data={"retrieval": [record]})
+    sees = frame["layer"].isin(GLOBAL)
+    assert frame[sees | reached]["score"].notna().all()
+    assert frame[sees]["score"].max() == 1  # some head copies every token of the answer
+    assert frame["note"].str.startswith("out of window: ").eq(~sees & (not reached)).all()
 
 
 def test_a_bulk_that_the_window_holds_too_little_of_is_out_of_window():

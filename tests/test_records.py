@@ -193,3 +193,13 @@ def test_a_dataset_is_read_as_it_is(lab: Callable[..., Any], file: Callable[...,
     split = datasets.DatasetDict({"train": made})
     with pytest.raises(RecordError, match="choose one of its splits"):
         read_records(split, SPAN_SCHEMA, "spans")
+
+
+def test_a_record_given_twice_would_count_as_evidence_twice_and_is_refused():
+    twice = [{"text": "a"}, {"text": "b"}, {"text": "a"}]
+    schema = {"type": "object", "properties": {"text": {"type": "string"}}}
+    with pytest.raises(
+        RecordError, match="record 2 is the same as record 0; give each record once"
+    ):
+        read_records(twice, schema, "spans")
+    assert len(read_records(twice[:2], schema, "spans")) == 2

@@ -7,7 +7,7 @@ the behaviour is that of induction.
 from __future__ import annotations
 
 from headlab.roles.base import Measurement, Probing, Role, register
-from headlab.roles.prose_rows import TEXT_SCHEMA, prose_rows
+from headlab.roles.prose_rows import TEXT_SCHEMA, prose_rows, readable
 from headlab.roles.repeats import SECOND_COPY
 from headlab.roles.scores import RoleInfo
 
@@ -33,6 +33,8 @@ class PreviousToken(Role):
 
     def measure(self, probing: Probing) -> Measurement:
         """Run the probe."""
+        if why := readable(probing):
+            return Measurement.not_measurable(probing, why)
         rows = prose_rows(probing)
         rest = rows.total - rows.previous - rows.first * (rows.queries > 1)
         null = rest / (rows.keys - 1).clip(min=1)[:, None]

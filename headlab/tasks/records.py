@@ -31,13 +31,15 @@ def read_records(
         what: Whose data it is, for messages.
 
     Raises:
-        RecordError: The file cannot be read, a line is not a JSON object or does not fit, or there is no record.
+        RecordError: The file cannot be read, a line is not a JSON object or does not fit, two records are the same, or
+            there is no record.
     """
     from jsonschema import Draft202012Validator
     from jsonschema.exceptions import best_match
 
     validator = Draft202012Validator(schema)
     records = []
+    first: dict[str, str] = {}
     for where, record in _records(source, what):
         fault = best_match(validator.iter_errors(record))
         if fault is not None:
@@ -46,6 +48,10 @@ def read_records(
                 f"{where} does not fit the schema of {what}: {field + ' ' if field else ''}{_short(fault.message)}; "
                 f"`headlab tasks schema {what}` prints the schema"
             )
+        # Prompts are the unit of every interval and p-value: the same one twice would count as evidence twice.
+        earlier = first.setdefault(json.dumps(record, sort_keys=True), where)
+        if earlier != where:
+            raise RecordError(f"{where} is the same as {earlier}; give each record once")
         records.append(record)
     if not records:
         raise RecordError(f"the data for {what} holds no record")
