@@ -23,7 +23,7 @@ at which positions (``share_at_time``, ``share_at_end``). For the heads of most 
 the gradients' guess (``patched_effect``), and ablations in the paper's form (``ablation_*``).
 
 Pairs share no prompt, as the prompt is the unit of the statistics. Unless the model follows the year in significantly
-more pairs than it goes against (one-sided sign test, 5 %), nothing is measured: what is followed by chance says
+more pairs than it goes against (one-sided sign test, 3 %), nothing is measured: what is followed by chance says
 nothing of knowledge. Prompts are plain text behind the beginning-of-sequence token, without a chat template.
 
 A head with a sliding window is measured like any other: this is an effect, not attention to the year's tokens, and

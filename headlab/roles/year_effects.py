@@ -33,7 +33,10 @@ STEPS = 5
 MIN_TOTAL = 1.0
 #: Prompts looked at, at most, per pair asked for, to find pairs that the model follows.
 LOOKED_AT = 24
-_BATCH, _CHANCE = 24, 0.05
+_BATCH = 24
+#: Level of the test that a model follows years at all. Pairs share facts and objects, so that at 3 % about 4 % of
+#: random models pass, by simulation.
+_CHANCE = 0.03
 
 
 @dataclass(frozen=True)
@@ -55,7 +58,7 @@ def followed(probing: Probing, groups: Iterable[tuple[TimePair, ...]]) -> Follow
     """The first pairs of groups that the model follows, as many as prompts are asked for, where there are so many.
 
     Pairs that the model follows the wrong way round are counted as well: unless significantly fewer than those it
-    follows (one-sided sign test, 5 %), the model follows none.
+    follows (one-sided sign test, 3 %), the model follows none.
     """
     pairs: list[TimePair] = []
     ends: list[np.ndarray] = []
