@@ -334,7 +334,8 @@ def test_records_are_checked_against_the_schema(lab: Callable[..., hl.Model]):
         with pytest.raises(RecordError, match=why):
             hl.score(lab("llama"), roles=[GIVEN], data={"contextual": records})
     example = dict(Contextual.schema or {})["examples"][0]
-    scores = hl.score(lab("llama"), roles=[GIVEN], data={"contextual": [example] * 2})
+    records = [example, example | {"question": example["question"] + " Say it."}]
+    scores = hl.score(lab("llama"), roles=[GIVEN], data={"contextual": records})
     assert scores.frame["score"].notna().all()
 
 
