@@ -20,7 +20,7 @@ from headlab.attention.probe import measure
 from headlab.attention.session import Session
 from headlab.attention.trace import Trace
 from headlab.errors import PlanError, PromptError, UnsupportedError
-from headlab.models import HeadWeights, ModelSpec, open_model
+from headlab.models import Blocks, HeadWeights, ModelSpec, open_model
 from headlab.prompts import Prompt, Prompts, aligned, lengths_of
 
 
@@ -92,6 +92,7 @@ class Model:
         fingerprint: Identifies the weights.
         spec: Its attention layers.
         weights: Per-head views of W_Q, W_K, W_V, W_O, and W_E and W_U.
+        blocks: Where the residual stream passes.
     """
 
     def __init__(
@@ -105,7 +106,8 @@ class Model:
         self.spec, self._layers = measure(module, name)
         self.weights = HeadWeights(module, self._layers, self.spec)
         self._prompts = Prompts(tokenizer, self.spec)
-        self._session = Session(module, self._layers, self.spec, self.weights)
+        self.blocks = Blocks(module, self._layers, self.spec)
+        self._session = Session(module, self._layers, self.spec, self.weights, self.blocks)
 
     @property
     def device(self) -> torch.device:

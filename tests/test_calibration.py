@@ -29,9 +29,10 @@ from headlab.attention import keep
 from headlab.roles import Measurement, Probing, Role, RoleInfo, retrieval, year_effects
 from headlab.roles.base import Arrays
 from headlab.roles.contextual import Contextual
-from headlab.roles.evidence import decide, sign_flip_p
+from headlab.roles.evidence import decide
 from headlab.roles.retrieval import Retrieval
 from headlab.roles.scoring import judge, measure, prepare, read_data, select
+from headlab.statistics import sign_flip_p
 from headlab.tasks import NeedleTrial, prose
 from headlab.tasks.prose import data_folder
 from headlab.tasks.temporal import TimePair, TimePrompts, temporal_facts, temporal_pairs

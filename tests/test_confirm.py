@@ -21,7 +21,7 @@ from headlab.roles.confirmation import (
     matched_sets,
 )
 from headlab.roles.scoring import prepare
-from headlab.roles.shards import Shards
+from headlab.shards import Shards
 
 # Two previous-token heads: with one of them gone, the induction head still has the other to read from.
 HEADS = {"L0H1": "previous_token", "L1H0": "previous_token", "L2H1": "induction"}

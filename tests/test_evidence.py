@@ -16,8 +16,9 @@ from hypothesis.extra.numpy import arrays
 from scipy import stats
 
 from headlab.roles import Measurement, RoleInfo
-from headlab.roles.evidence import bootstrap_interval, decide, sign_flip_p
+from headlab.roles.evidence import decide
 from headlab.roles.scores import COLUMNS
+from headlab.statistics import bootstrap_interval, sign_flip_p
 
 NAN = math.nan
 

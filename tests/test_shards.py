@@ -26,7 +26,7 @@ from headlab import planted
 from headlab.errors import HeadlabError, OutputError
 from headlab.planted.words import tokenizer as planted_tokenizer
 from headlab.roles.retrieval import Retrieval
-from headlab.roles.shards import Shards
+from headlab.shards import Shards
 
 ROLES = "previous_token,duplicate_token,induction,sink,copying"
 N_PROMPTS = 10
@@ -478,7 +478,7 @@ import resource, sys
 sys.path.insert(0, {tests!r})
 import numpy as np
 from headlab.errors import OutputError
-from headlab.roles.shards import Shards
+from headlab.shards import Shards
 shards = Shards({out!r}, {{"a": 1}})
 shards.remember("small", lambda: {{"x": np.arange(10)}})
 resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))

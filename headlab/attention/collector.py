@@ -14,7 +14,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from headlab.attention.keep import Keep, KeepRows, KeepStatistics, KeepTensors
+from headlab.attention.keep import (
+    STREAM,
+    Keep,
+    KeepRows,
+    KeepStatistics,
+    KeepTensors,
+    whole_layers,
+)
 from headlab.attention.positions import (
     at_positions,
     is_flat,
@@ -140,7 +147,10 @@ class Collector:
             if name in self.tensors:
                 raise PlanError(f"tensor {name!r} is asked for twice")
             self._tensor_items[name] = item
-            self.tensors[name] = Kept(heads)
+            of_layers = name in STREAM
+            self.tensors[name] = Kept(
+                dict.fromkeys(whole_layers(heads, self.spec, name), (0,)) if of_layers else heads
+            )
 
     # -- while the model runs --------------------------------------------------------------------------------
 
@@ -366,7 +376,7 @@ class Collector:
     def take(
         self, name: str, layer: int, value: Tensor, inputs: AttentionInputs | None = None
     ) -> None:
-        """Keep q, k, v, z or result of one call, [batch, position, head, width]."""
+        """Keep q, k, v, z, result or the stream of one call, [batch, position, head, width]."""
         kept = self.tensors.get(name)
         if kept is None or layer not in kept.heads:
             return

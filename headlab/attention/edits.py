@@ -6,6 +6,10 @@
 Edits apply in the order given. A site is where an edit acts: ``q``, ``k``, ``v`` (after position encoding),
 ``scores`` (before the softmax), ``pattern``, ``z`` (before W_O) or ``result`` (z·W_O, per head, in the residual
 stream). Heads are query heads: an edit at k or v of one head leaves the other heads of its group alone.
+
+Four more sites belong to a whole layer and are named as ``"3.*"``: ``resid_pre`` and ``resid_post``, the residual
+stream before and after the layer's block, and ``attn_out`` and ``mlp_out``, what is added to it in between. In their
+values the head axis has one entry.
 """
 
 from __future__ import annotations
@@ -19,15 +23,18 @@ import torch
 from torch import Tensor
 
 from headlab.attention.heads import Head, HeadsLike, parse_heads
-from headlab.attention.keep import is_whole
+from headlab.attention.keep import STREAM, is_whole, whole_layers
 from headlab.errors import PlanError, PromptError
 
 if TYPE_CHECKING:
     from headlab.attention.trace import Trace
     from headlab.model import Model
 
-Site: TypeAlias = Literal["q", "k", "v", "z", "result", "scores", "pattern"]
-VECTOR_SITES = ("q", "k", "v", "z", "result")
+Site: TypeAlias = Literal[
+    "q", "k", "v", "z", "result", "scores", "pattern", "resid_pre", "attn_out", "mlp_out", "resid_post"
+]  # fmt: skip
+HEAD_SITES = ("q", "k", "v", "z", "result")
+VECTOR_SITES = HEAD_SITES + STREAM
 ROW_SITES = ("scores", "pattern")
 
 
@@ -39,11 +46,21 @@ class Where:
         layer: The layer.
         heads: Query heads along the head axis.
         positions: Position of each row in its sequence, [batch, position]; negative in left padding.
+        prompts: Which of ``n_prompts`` prompts each row of the batch runs, [batch]; None where row i runs prompt i.
+        n_prompts: Prompts that values given per prompt are of.
     """
 
     layer: int
     heads: tuple[int, ...]
     positions: Tensor
+    prompts: Tensor | None = None
+    n_prompts: int | None = None
+
+    def rows_of(self, value: Tensor) -> Tensor:
+        """A value given per prompt, as one row per row of the batch; other values as they are."""
+        if self.prompts is None or value.dim() == 0 or value.shape[0] != self.n_prompts:
+            return value
+        return value[self.prompts.to(value.device)]
 
 
 #: Rewrites values of some heads: [batch, position, head, width] at vector sites, [batch, head, query, key] at
@@ -76,36 +93,77 @@ class Edit:
 
 
 @dataclass(frozen=True)
+class Batch:
+    """The rows of a batch that an edit acts on, where the same prompts run several times side by side.
+
+    Attributes:
+        start: The first row.
+        prompts: Which prompt each row from there on runs, [row].
+        n_prompts: Prompts that values given per prompt are of.
+    """
+
+    start: int
+    prompts: Tensor
+    n_prompts: int
+
+
+@dataclass(frozen=True)
 class BoundEdit:
-    """An edit made ready for one model."""
+    """An edit made ready for one model, for all rows of a batch or some."""
 
     site: Site
     heads: dict[int, tuple[int, ...]]
     operation: Operation
     positions: tuple[int, ...] | None
+    batch: Batch | None = None
 
     def on_vectors(
         self, x: Tensor, layer: int, positions: Tensor, lengths: Tensor | None
     ) -> Tensor:
         """The edited values of one layer, [batch, position, head, width]."""
-        heads = self.heads[layer]
-        index = torch.tensor(heads, device=x.device)
+        return self._on_rows_of_batch(self._on_vectors, x, layer, positions, lengths)
+
+    def on_rows(self, x: Tensor, layer: int, positions: Tensor, lengths: Tensor | None) -> Tensor:
+        """The edited rows of one layer, [batch, head, query, key]."""
+        return self._on_rows_of_batch(self._on_rows, x, layer, positions, lengths)
+
+    def _on_rows_of_batch(
+        self,
+        edit: Callable[..., Tensor],
+        x: Tensor,
+        layer: int,
+        positions: Tensor,
+        lengths: Tensor | None,
+    ) -> Tensor:
+        if self.batch is None:
+            return edit(x, Where(layer, self.heads[layer], positions), lengths)
+        start, stop = self.batch.start, self.batch.start + len(self.batch.prompts)
+        where = Where(
+            layer,
+            self.heads[layer],
+            positions[start:stop],
+            self.batch.prompts,
+            self.batch.n_prompts,
+        )
+        new = edit(x[start:stop], where, None if lengths is None else lengths[start:stop])
+        return torch.cat([x[:start], new, x[stop:]]) if len(new) < len(x) else new
+
+    def _on_vectors(self, x: Tensor, where: Where, lengths: Tensor | None) -> Tensor:
+        index = torch.tensor(where.heads, device=x.device)
         old = x[:, :, index]
-        new = self.operation(old, Where(layer, heads, positions)).to(x.dtype)
-        at = self._acts(positions, lengths)
+        new = self.operation(old, where).to(x.dtype)
+        at = self._acts(where.positions, lengths)
         if at is not None:
             new = torch.where(at[:, :, None, None], new, old)
         return x.index_copy(2, index, new.expand_as(old))
 
-    def on_rows(self, x: Tensor, layer: int, positions: Tensor, lengths: Tensor | None) -> Tensor:
-        """The edited rows of one layer, [batch, head, query, key]."""
-        heads = self.heads[layer]
-        index = torch.tensor(heads, device=x.device)
+    def _on_rows(self, x: Tensor, where: Where, lengths: Tensor | None) -> Tensor:
+        index = torch.tensor(where.heads, device=x.device)
         old = x[:, index]
-        new = self.operation(old, Where(layer, heads, positions)).to(x.dtype)
+        new = self.operation(old, where).to(x.dtype)
         if self.site == "scores":  # whatever the operation does, a hidden key stays hidden
             new = new.expand_as(old).masked_fill(old == -torch.inf, -torch.inf)
-        at = self._acts(positions, lengths)
+        at = self._acts(where.positions, lengths)
         if at is not None:
             new = torch.where(at[:, None, :, None], new, old)
         return x.index_copy(1, index, new.expand_as(old))
@@ -136,6 +194,8 @@ def bind(edit: Edit, model: Model) -> BoundEdit:
         per_layer.setdefault(head.layer, []).append(head.head)
     operation = edit.prepare(model, heads)
     kept = {layer: tuple(members) for layer, members in per_layer.items()}
+    if edit.site in STREAM:
+        kept = {layer: (0,) for layer in whole_layers(kept, model.spec, edit.site)}
     return BoundEdit(edit.site, kept, operation, edit.positions)
 
 
@@ -209,7 +269,12 @@ def add(
     """Add a value, broadcast over [batch, position, head, width] or, at scores and pattern,
     [batch, head, query, key]."""
     added = _finite(value, "value", site)
-    return Edit(heads, site, lambda *_: lambda x, where: x + _spread(added, x), _tuple(positions))
+    return Edit(
+        heads,
+        site,
+        lambda *_: lambda x, where: x + _spread(where.rows_of(added), x),
+        _tuple(positions),
+    )
 
 
 def replace(
@@ -221,7 +286,9 @@ def replace(
 ) -> Edit:
     """Put a value in place, broadcast as in :func:`add`; at scores, hidden keys stay hidden."""
     new = _finite(value, "value", site)
-    return Edit(heads, site, lambda *_: lambda x, where: _spread(new, x), _tuple(positions))
+    return Edit(
+        heads, site, lambda *_: lambda x, where: _spread(where.rows_of(new), x), _tuple(positions)
+    )
 
 
 def apply(
@@ -251,7 +318,7 @@ def patch(
     """
     if not hasattr(source, "of_head"):
         raise PlanError(f"source= must be a trace, not {source!r:.60}")
-    if site not in ("q", "k", "v", "z", "result", "pattern"):
+    if site not in (*VECTOR_SITES, "pattern"):
         raise PlanError(f"a trace keeps no {site!r}, so it cannot be patched in; use hl.replace")
 
     def prepare(model: Model, bound: tuple[Head, ...]) -> Operation:
@@ -263,14 +330,14 @@ def patch(
             )
 
         def operation(x: Tensor, where: Where) -> Tensor:
-            value = values[where.layer].to(x)
+            value = where.rows_of(values[where.layer]).to(x)
             if value.shape[0] not in (1, x.shape[0]):
                 raise PlanError(
                     f"the source has {value.shape[0]} prompts, the patched run {x.shape[0]}"
                 )
             if site == "pattern":
                 return _same_shape(value, x, "pattern")
-            return _by_position(value, kept, x, where)
+            return _by_position(value, None if kept is None else where.rows_of(kept), x, where)
 
         return operation
 
@@ -313,6 +380,9 @@ def _spread(value: Tensor, x: Tensor) -> Tensor:
 
 def _values_of(source: Trace, site: str, heads: tuple[Head, ...]) -> dict[int, Tensor]:
     """Values of the bound heads per layer, with the head axis in their order."""
+    if site in STREAM:
+        layers = sorted({head.layer for head in heads})
+        return {layer: source.tensor(site, layer).unsqueeze(2) for layer in layers}
     values: dict[int, list[Tensor]] = {}
     for head in heads:
         value = source.of_head(site, head)
@@ -363,8 +433,9 @@ def _resampler(pool: dict[int, Tensor], seed: int) -> Operation:
         # One draw per (prompt, position), the same in every layer and in every step of a generation: a
         # numpy generator's stream has the same beginning whatever its length.
         last = int(where.positions.max()) + 1
-        drawn = np.random.default_rng(seed).integers(size, size=(max(last, 1), x.shape[0]))
-        index = torch.as_tensor(drawn, device=x.device).T
+        prompts = x.shape[0] if where.n_prompts is None else where.n_prompts
+        drawn = np.random.default_rng(seed).integers(size, size=(max(last, 1), prompts))
+        index = where.rows_of(torch.as_tensor(drawn, device=x.device).T)
         chosen = index.gather(1, where.positions.clamp(min=0))
         return pool[where.layer].to(x)[chosen]
 
@@ -383,7 +454,7 @@ def _row_ablation(
         values = _values_of(trace, "pattern", heads)
 
         def resample(x: Tensor, where: Where) -> Tensor:
-            value = values[where.layer].to(x)
+            value = where.rows_of(values[where.layer]).to(x)
             if value.shape[0] not in (1, x.shape[0]):
                 raise PromptError(
                     f"the reference has {value.shape[0]} prompts, the ablated run {x.shape[0]}; "

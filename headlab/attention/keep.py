@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from headlab.attention.heads import HeadsLike, parse_heads
-from headlab.errors import PlanError
+from headlab.errors import HeadError, PlanError
 from headlab.kernels import STATISTICS
 from headlab.models.spec import ModelSpec
 
@@ -24,8 +24,10 @@ SpanLike: TypeAlias = "tuple[int, int] | Sequence[tuple[int, int]] | Tensor"
 #: Query positions, negative ones from the end; [batch, n] gives each prompt its own.
 Queries: TypeAlias = "Sequence[int] | Tensor | Literal['generated'] | None"
 
+#: Of the residual stream, a whole layer's: before and after its block, and what is added to it in between.
+STREAM = ("resid_pre", "attn_out", "mlp_out", "resid_post")
 #: Tensors a trace can keep.
-TENSORS = ("q", "k", "v", "z", "result", "pattern")
+TENSORS = ("q", "k", "v", "z", "result", "pattern", *STREAM)
 #: Statistics a plan can name: the engines' own, and cases of ``feature``.
 NAMES = (*(name for name in STATISTICS if name != "topk_index"), "first_mass", "segment_mass")
 
@@ -249,3 +251,19 @@ def _wholes(label: str, numbers: Sequence[int] | None) -> tuple[int, ...] | None
     if not all(is_whole(number) for number in listed):
         raise PlanError(f"{label}={listed!r} must be whole numbers")
     return tuple(index(number) for number in listed)
+
+
+def whole_layers(
+    heads: Mapping[int, tuple[int, ...]], spec: ModelSpec, site: str
+) -> tuple[int, ...]:
+    """The layers that heads make up.
+
+    Raises:
+        HeadError: They leave out a head of a layer they name.
+    """
+    for layer, members in heads.items():
+        if len(members) < spec.layers[layer].n_heads:
+            raise HeadError(
+                f"{site} belongs to a layer, not to a head: name all of layer {layer} as '{layer}.*'"
+            )
+    return tuple(heads)

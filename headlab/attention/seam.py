@@ -88,6 +88,7 @@ class _Forward:
 
     past: int = 0
     left: Tensor | None = None
+    batch: int = 1
 
 
 class Seam:
@@ -145,7 +146,17 @@ class Seam:
         if isinstance(mask, Tensor) and mask.dim() == 2:
             left = (mask.cumsum(-1) == 0).sum(-1)
             left = left if bool(left.any()) else None
-        self._forward = _Forward(past, left)
+        given = [*args, *(kwargs.get(name) for name in ("input_ids", "inputs_embeds"))]
+        batch = next((len(x) for x in given if isinstance(x, Tensor)), 1)
+        self._forward = _Forward(past, left, batch)
+
+    def rows(self, layer: int, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The residual stream at a layer as [batch, position, d_model], and the position of each row in its sequence,
+        [batch, position]; of the encoder's where the layer is one of its."""
+        x = x.reshape(self._forward.batch, -1, x.shape[-1])
+        if self._spec.layers[layer].stack == "encoder":
+            return x, _positions(x[:, None], 0, None)
+        return x, _positions(x[:, None], self._forward.past, self._forward.left)
 
     @property
     def _has_cross(self) -> bool:

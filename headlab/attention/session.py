@@ -12,9 +12,11 @@ from torch import Tensor, nn
 
 from headlab.attention.collector import Collector
 from headlab.attention.edits import BoundEdit
+from headlab.attention.keep import STREAM
 from headlab.attention.seam import Call, Seam, evaluating, expand_groups
 from headlab.kernels import ENGINES, AttentionInputs, Request, RowEdit
-from headlab.models import HeadWeights
+from headlab.models import Blocks, HeadWeights
+from headlab.models.blocks import stream_of
 from headlab.models.spec import ModelSpec
 
 
@@ -22,17 +24,23 @@ class Session:
     """Runs a model with the edits that are in force and the capture that is under way."""
 
     def __init__(
-        self, module: nn.Module, layers: Sequence[nn.Module], spec: ModelSpec, weights: HeadWeights
+        self,
+        module: nn.Module,
+        layers: Sequence[nn.Module],
+        spec: ModelSpec,
+        weights: HeadWeights,
+        blocks: Blocks,
     ) -> None:
         self._module = module
         self._seam = Seam(module, layers, spec)
         self._spec = spec
         self._weights = weights
+        self._blocks = blocks
         self._edits: tuple[BoundEdit, ...] = ()
         self._collector: Collector | None = None
         self._lengths: Tensor | None = None
         self._encoder_lengths: Tensor | None = None
-        self._results: dict[int, Any] = {}
+        self._hooks: dict[tuple[int, str], Any] = {}
         self._positions: dict[int, Tensor] = {}
 
     @property
@@ -77,26 +85,38 @@ class Session:
         try:
             for name, value in changes.items():
                 setattr(self, f"_{name}", value)
-            self._hook_results()
+            self._hook_outside()
             yield
         finally:
             for name, value in before.items():
                 setattr(self, f"_{name}", value)
-            self._hook_results()
+            self._hook_outside()
 
-    def _hook_results(self) -> None:
-        """``result`` lies behind W_O, outside the seam: hook the projections of the layers that need it, only."""
+    def _hook_outside(self) -> None:
+        """``result`` and the residual stream lie outside the seam: hook the modules of the layers that need it."""
         needed = {
-            layer
+            (layer, site)
             for layer in range(self._spec.n_layers)
-            if self._at(layer, "result")
-            or (self._collector is not None and self._collector.wants("result", layer))
+            for site in ("result", *STREAM)
+            if self._at(layer, site)
+            or (self._collector is not None and self._collector.wants(site, layer))
         }
-        for layer in self._results.keys() - needed:
-            self._results.pop(layer).remove()
-        for layer in needed - self._results.keys():
+        for place in self._hooks.keys() - needed:
+            self._hooks.pop(place).remove()
+        for place in needed - self._hooks.keys():
+            self._hooks[place] = self._hook(*place)
+
+    def _hook(self, layer: int, site: str) -> Any:
+        block = self._blocks.modules[self._blocks.of_layer(layer)]
+        if site == "result":
             projection = self._weights.output_projection(layer)
-            self._results[layer] = projection.register_forward_hook(self._on_projection(layer))
+            return projection.register_forward_hook(self._on_projection(layer))
+        if site == "resid_pre":
+            return block.register_forward_pre_hook(self._on_block(layer), with_kwargs=True)
+        if site == "resid_post":
+            return block.register_forward_hook(self._on_stream(layer, site))
+        outputs = {"attn_out": self._blocks.attention_output, "mlp_out": self._blocks.mlp_output}
+        return outputs[site](layer).register_forward_hook(self._on_stream(layer, site))
 
     def _at(self, layer: int, site: str) -> list[BoundEdit]:
         return [edit for edit in self._edits if edit.site == site and layer in edit.heads]
@@ -116,8 +136,7 @@ class Session:
         edit_scores = self._row_edit(call, "scores")
         edit_pattern = self._row_edit(call, "pattern")
         if collector is not None:
-            for name, x in (("q", inputs.q), ("k", inputs.k), ("v", inputs.v)):
-                collector.take(name, layer, x.transpose(1, 2), inputs)
+            inputs = self._taken(collector, layer, inputs)
         z = None
         if collector is not None:
             z = collector.attend(call, inputs, edit_scores, edit_pattern)
@@ -133,9 +152,20 @@ class Session:
             z = edit.on_vectors(z, layer, call.query_positions, lengths)
         if collector is not None:
             collector.take("z", layer, z)
-        if layer in self._results:
+        if (layer, "result") in self._hooks:
             self._positions[layer] = call.query_positions
         return z
+
+    @staticmethod
+    def _taken(collector: Collector, layer: int, inputs: AttentionInputs) -> AttentionInputs:
+        """The inputs, kept where wanted; what is kept is what is used, so that gradients reach it."""
+        kept: dict[str, Any] = {}
+        for name, x in (("q", inputs.q), ("k", inputs.k), ("v", inputs.v)):
+            if collector.wants(name, layer):
+                by_position = x.transpose(1, 2)
+                collector.take(name, layer, by_position, inputs)
+                kept[name] = by_position.transpose(1, 2)
+        return replace(inputs, **kept) if kept else inputs
 
     def _edited_inputs(self, call: Call) -> AttentionInputs:
         inputs, layer = call.inputs, call.layer
@@ -190,3 +220,36 @@ class Session:
             return output
 
         return hook
+
+    def _on_block(self, layer: int) -> Any:
+        def hook(
+            module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+        ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+            if args:
+                return (self._stream(layer, "resid_pre", args[0]), *args[1:]), kwargs
+            stream = self._stream(layer, "resid_pre", kwargs["hidden_states"])
+            return args, kwargs | {"hidden_states": stream}
+
+        return hook
+
+    def _on_stream(self, layer: int, site: str) -> Any:
+        factor = self._blocks.residual_multiplier if site in ("attn_out", "mlp_out") else 1.0
+
+        def hook(module: nn.Module, args: Any, output: Any) -> Any:
+            x = stream_of(output)
+            new = self._stream(layer, site, x if factor == 1 else x * factor)
+            new = new if factor == 1 else new / factor
+            return (new, *output[1:]) if isinstance(output, tuple) else new
+
+        return hook
+
+    def _stream(self, layer: int, site: str, x: Tensor) -> Tensor:
+        """The residual stream at a site, edited and kept."""
+        rows, positions = self._seam.rows(layer, x)
+        values = rows.unsqueeze(2)
+        for edit in self._at(layer, site):
+            lengths = self._prompt_lengths(layer, site)
+            values = edit.on_vectors(values, layer, positions, lengths)
+        if self._collector is not None:
+            self._collector.take(site, layer, values)
+        return values.reshape(x.shape)

@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from headlab.attention.heads import Head
+from headlab.attention.keep import STREAM
 from headlab.errors import OutputError, PlanError
 
 if TYPE_CHECKING:
@@ -115,10 +116,12 @@ class Trace:
         return stacked.select(axis, labels.index(label))
 
     def tensor(self, name: str, layer: int | None = None) -> Tensor:
-        """A tensor by name: [batch, position, head, width], or [batch, head, query, key] for ``pattern``.
+        """A tensor by name: [batch, position, head, width], [batch, head, query, key] for ``pattern``, or
+        [batch, position, d_model] for the residual stream.
 
         Args:
-            name: ``q``, ``k``, ``v``, ``z``, ``result`` or ``pattern``; k and v have one entry per key/value head.
+            name: ``q``, ``k``, ``v``, ``z``, ``result`` or ``pattern``; k and v have one entry per key/value head;
+                ``resid_pre``, ``attn_out``, ``mlp_out`` or ``resid_post``.
             layer: The layer; without it, all kept layers are stacked on an axis after the batch.
 
         Raises:
@@ -130,11 +133,10 @@ class Trace:
                 f"this trace kept no tensor {name!r}; it kept {', '.join(self._tensors) or 'none'}; "
                 f"ask for it with hl.keep.tensors({name!r})"
             )
-        if layer is None:
-            return self._stacked(name, kept, 1)
-        if layer not in kept:
+        if layer is not None and layer not in kept:
             raise PlanError(f"{name!r} was kept for layers {sorted(kept)}, not for layer {layer}")
-        return kept[layer]
+        value = self._stacked(name, kept, 1) if layer is None else kept[layer]
+        return value.squeeze(-2) if name in STREAM else value
 
     def of_head(self, name: str, head: Head) -> Tensor:
         """One head's part of a tensor: [batch, position, width], or [batch, query, key] for ``pattern``.

@@ -1,5 +1,6 @@
 """Opening models, and reading what their weights say about each head."""
 
+from headlab.models.blocks import Blocks
 from headlab.models.embedded import EMBEDDED, KnownModel, list_models
 from headlab.models.fingerprint import weights_sha256
 from headlab.models.gguf import cache_root
@@ -9,6 +10,7 @@ from headlab.models.weights import HeadWeights
 
 __all__ = [
     "EMBEDDED",
+    "Blocks",
     "HeadWeights",
     "KnownModel",
     "LayerSpec",

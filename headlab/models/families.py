@@ -141,6 +141,19 @@ FINAL_NORMS = (
     "final_norm",
 )
 
+#: Norms of a block between attention, or MLP, and the stream. Where both of a pair exist, that is what they are:
+#: elsewhere ``post_attention_layernorm`` is the norm before the MLP.
+POST_NORMS = (
+    ("post_self_attn_layernorm", "post_mlp_layernorm"),
+    ("post_attention_layernorm", "post_feedforward_layernorm"),
+)
+
+#: The part of a block whose output the MLP gives.
+MLP_OUTPUTS = ("mlp", "feed_forward", "block_sparse_moe", "ffn", "fc2")
+
+#: The configuration field that scales what attention and MLP add to the stream (Granite).
+RESIDUAL_MULTIPLIER = "residual_multiplier"
+
 #: Configuration fields that scale logits; each gives the factor on ``norm(x)·W_U``.
 LOGIT_SCALES: dict[str, Callable[[Any, Any], float]] = {
     "logit_scale": lambda value, config: float(value),

@@ -22,7 +22,7 @@ from headlab.roles.base import forget
 from headlab.roles.confirmation import confirm_roles
 from headlab.roles.examples import examples
 from headlab.roles.scoring import judge, measure, prepare, read_data, select
-from headlab.roles.shards import Shards
+from headlab.shards import Shards
 from headlab.tasks import RecordsLike, prose
 
 if TYPE_CHECKING:

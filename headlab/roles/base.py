@@ -19,21 +19,13 @@ from headlab.attention.edits import Edit, ablate
 from headlab.attention.heads import Head
 from headlab.errors import HeadlabError
 from headlab.roles.scores import RoleInfo
+from headlab.shards import Arrays, Remember, forget
 
 if TYPE_CHECKING:
     from headlab.model import Model
 
 #: Packages add roles under this group of entry points; each names a :class:`Role` or a class of one.
 ENTRY_POINTS = "headlab.roles"
-
-Arrays = Mapping[str, np.ndarray]
-#: ``remember(key, compute)`` returns stored arrays, or computes and stores them.
-Remember = Callable[[str, Callable[[], Arrays]], Arrays]
-
-
-def forget(key: str, compute: Callable[[], Arrays]) -> Arrays:
-    """A :data:`Remember` that keeps nothing."""
-    return compute()
 
 
 @dataclass(frozen=True)

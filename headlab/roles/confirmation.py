@@ -31,8 +31,8 @@ from jaxtyping import Float
 from headlab.attention.edits import Edit
 from headlab.attention.heads import Head, parse_heads
 from headlab.roles.base import Arrays, Behaviour, Probing, Remember, Role, RoleError, forget
-from headlab.roles.evidence import bootstrap_interval
 from headlab.roles.scores import Scores
+from headlab.statistics import bootstrap_interval
 from headlab.tasks import RecordsLike, prose, prose_windows
 
 if TYPE_CHECKING:

@@ -65,7 +65,7 @@ def score(
         haystack: Folder of ``.txt`` files to use in place of headlab's essays.
         data: Probe data of yours in place of headlab's, by role: a path to a JSON Lines file, a ``datasets``
             dataset, or a list of records. ``Role.schema`` says what a record holds.
-        remember: Keeps finished parts; see :class:`headlab.roles.shards.Shards`.
+        remember: Keeps finished parts; see :class:`headlab.shards.Shards`.
         tell: Told, in a few words, what is being done.
 
     Raises:

@@ -18,7 +18,18 @@ from typing import Any
 import numpy as np
 
 from headlab.errors import OutputError
-from headlab.roles.base import Arrays
+
+#: What a part gives.
+Arrays = Mapping[str, np.ndarray]
+
+#: ``remember(key, compute)`` returns stored arrays, or computes and stores them.
+Remember = Callable[[str, Callable[[], Arrays]], Arrays]
+
+
+def forget(key: str, compute: Callable[[], Arrays]) -> Arrays:
+    """A :data:`Remember` that keeps nothing."""
+    return compute()
+
 
 _DIGEST = hashlib.sha256().digest_size
 

@@ -1,0 +1,1 @@
+"""Causal effects of heads: ablation, patching, paths, attribution and circuits."""

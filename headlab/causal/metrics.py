@@ -1,0 +1,379 @@
+"""What a causal experiment measures: one number per prompt from the model's logits.
+
+    hl.metrics.logit_difference(answers=" Paris", foils=" Rome")
+
+A :class:`Metric` is unbound: it knows what to measure, not yet on which model and prompts. ``metric.bind(model,
+prompts)`` turns strings into token ids, checks them and gives a :class:`BoundMetric`, which maps logits
+[row, position, vocab] to [row]; ``rows`` names the prompt of each row, since a sweep runs every prompt many times in
+one batch. Every metric but ``recall`` is differentiable. Half-precision logits are computed with in float32; nothing
+is ever lowered in precision.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from headlab.causal.answers import Tokens, token_ids
+from headlab.errors import PlanError, PromptError
+
+if TYPE_CHECKING:
+    from headlab.model import Model
+
+Needs: TypeAlias = Literal["last", "all"]
+#: ``compute(logits [row, position, vocab], rows [row], reference) -> [row]``.
+Compute: TypeAlias = Callable[[Tensor, Tensor, "Tensor | None"], Tensor]
+
+
+@dataclass(frozen=True)
+class Metric:
+    """What to measure; made by :func:`logit_difference`, :func:`loss` and the like.
+
+    Attributes:
+        name: Its name in tables and on axes.
+        needs: ``"last"`` where the logits of each prompt's last position suffice, ``"all"`` where not.
+        binder: Makes the computation for one model and its prompts.
+        higher_is_better: False for loss and KL divergence.
+        differentiable: False for recall and for the user's functions that give no gradient.
+    """
+
+    name: str
+    needs: Needs
+    binder: Callable[[Model, Tensor], tuple[Compute, dict[str, Any]]] = field(repr=False)
+    higher_is_better: bool = True
+    differentiable: bool = True
+    needs_reference: bool = False
+
+    def bind(self, model: Model, prompts: Int[Tensor, "prompt position"]) -> BoundMetric:
+        """Make the metric ready for these prompts, padded with −1 on the right.
+
+        Raises:
+            PlanError: A token it names is not one token of this model, or there is not one entry per prompt.
+            PromptError: A prompt is too short for it.
+        """
+        compute, about = self.binder(model, prompts)
+        return BoundMetric(
+            self.name,
+            self.needs,
+            prompts,
+            compute,
+            {"metric": self.name, **about},
+            self.higher_is_better,
+            self.differentiable,
+            self.needs_reference,
+        )
+
+
+@dataclass(frozen=True)
+class BoundMetric:
+    """A metric made ready for one model and its prompts.
+
+    Attributes:
+        name: Its name in tables and on axes.
+        needs: ``"last"``: it takes logits [row, 1, vocab] of the last position of each prompt; ``"all"``: it takes
+            logits [row, position, vocab] of every position of ``prompts``, anything beyond a prompt's end.
+        prompts: Token ids, [prompt, position], −1 beyond the end.
+        compute: The computation.
+        about: What its numbers depend on besides the prompts, fit for JSON.
+        higher_is_better: False for loss and KL divergence.
+        differentiable: Whether gradients pass through it.
+        needs_reference: Whether :meth:`with_reference` must be called first.
+        reference: Log-probabilities of the clean run, [prompt, position, vocab], for KL divergence.
+    """
+
+    name: str
+    needs: Needs
+    prompts: Int[Tensor, "prompt position"] = field(repr=False)
+    compute: Compute = field(repr=False)
+    about: dict[str, Any] = field(repr=False)
+    higher_is_better: bool = True
+    differentiable: bool = True
+    needs_reference: bool = False
+    reference: Float[Tensor, "prompt position vocab"] | None = field(default=None, repr=False)
+
+    def __call__(
+        self, logits: Float[Tensor, "row position vocab"], rows: Int[Tensor, " row"]
+    ) -> Float[Tensor, " row"]:
+        """The metric of each row, float32 or the logits' own higher precision.
+
+        Raises:
+            PlanError: Logits and rows do not fit each other or the prompts, or a reference is missing.
+        """
+        wanted = 1 if self.needs == "last" else self.prompts.shape[1]
+        if logits.dim() != 3 or logits.shape[1] != wanted or rows.shape != logits.shape[:1]:
+            raise PlanError(
+                f"metric {self.name} takes logits [row, {wanted}, vocab] and rows [row], not "
+                f"{list(logits.shape)} and {list(rows.shape)}"
+            )
+        if self.needs_reference and self.reference is None:
+            raise PlanError(
+                f"metric {self.name} compares with a clean run; call with_reference(its logits) first"
+            )
+        return self.compute(logits, rows.to(logits.device), self.reference)
+
+    def with_reference(self, logits: Float[Tensor, "prompt position vocab"]) -> BoundMetric:
+        """The metric against the clean run that gave these logits; itself where it needs no reference.
+
+        Raises:
+            PlanError: The logits are not [prompt, position, vocab] of the positions that the metric needs.
+        """
+        if not self.needs_reference:
+            return self
+        wanted = (len(self.prompts), 1 if self.needs == "last" else self.prompts.shape[1])
+        if logits.dim() != 3 or tuple(logits.shape[:2]) != wanted:
+            raise PlanError(
+                f"the reference of metric {self.name} must be logits {[*wanted, 'vocab']}, not "
+                f"of shape {list(logits.shape)}"
+            )
+        return replace(self, reference=_wide(logits.detach()).log_softmax(-1))
+
+
+def checked(
+    values: Float[Tensor, " row"], rows: Int[Tensor, " row"], metric: Metric | BoundMetric
+) -> Float[Tensor, " row"]:
+    """The values themselves, unless one is NaN or infinite.
+
+    Raises:
+        PlanError: Naming the first prompt whose value is.
+    """
+    wrong = ~values.detach().isfinite()
+    if bool(wrong.any()):
+        at = int(wrong.nonzero()[0, 0])
+        raise PlanError(
+            f"metric {metric.name} is {float(values[at])} for prompt {int(rows[at])}; leave that prompt out, or "
+            "use a metric that is finite there"
+        )
+    return values
+
+
+def as_metric(given: Metric | Callable[[Tensor, Tensor], Tensor]) -> Metric:
+    """A metric from a metric, or from the user's function.
+
+    Args:
+        given: A :class:`Metric`, or ``f(logits [row, vocab], prompts LongTensor [row]) -> [row]``, given the logits
+            of each prompt's last position and which prompt each row belongs to.
+
+    Raises:
+        PlanError: It is neither; or, when computed, the function does not return a tensor [row].
+    """
+    if isinstance(given, Metric):
+        return given
+    if not callable(given) or isinstance(given, type):
+        raise PlanError(
+            f"a metric is hl.metrics.logit_difference(…) and the like, or a function of (logits, prompts), not "
+            f"{given!r:.60}"
+        )
+    function, name = given, str(getattr(given, "__name__", type(given).__name__))
+
+    def compute(logits: Tensor, rows: Tensor, reference: Tensor | None) -> Tensor:
+        values = function(_wide(logits[:, 0]), rows)
+        if not isinstance(values, Tensor) or values.shape != rows.shape:
+            shape = list(values.shape) if isinstance(values, Tensor) else type(values).__name__
+            raise PlanError(
+                f"metric {name} must return one number per row, a tensor {list(rows.shape)}, not {shape}"
+            )
+        return _wide(values)
+
+    home = f"{getattr(given, '__module__', '')}.{getattr(given, '__qualname__', name)}"
+    return Metric(name, "last", lambda model, prompts: (compute, {"function": home}))
+
+
+# -- the metrics -------------------------------------------------------------------------------------------------------
+
+
+def logit_difference(answers: Tokens, foils: Tokens) -> Metric:
+    """Logit of the answer less that of the foil at the last position; means where there are several of either.
+
+    Args:
+        answers: The right tokens.
+        foils: The wrong ones.
+    """
+
+    def binder(model: Model, prompts: Tensor) -> tuple[Compute, dict[str, Any]]:
+        right = token_ids(model, answers, len(prompts), "answers")
+        wrong = token_ids(model, foils, len(prompts), "foils")
+        for at, (ours, theirs) in enumerate(zip(right, wrong, strict=True)):
+            if set(ours) == set(theirs):
+                raise PlanError(
+                    f"prompt {at} has the same tokens as answers and as foils, {ours}, so its logit difference "
+                    "is always 0; give it another foil"
+                )
+        plus, minus = _Chosen(right), _Chosen(wrong)
+
+        def compute(logits: Tensor, rows: Tensor, reference: Tensor | None) -> Tensor:
+            last = logits[:, 0]
+            return plus.mean(last, rows) - minus.mean(last, rows)
+
+        return compute, {"answers": right, "foils": wrong}
+
+    return Metric("logit difference", "last", binder)
+
+
+def probability(answers: Tokens) -> Metric:
+    """Probability of the answer at the last position; the mean where there are several."""
+
+    def of_last(chosen: _Chosen, last: Tensor, rows: Tensor) -> Tensor:
+        return chosen.mean(last, rows, lambda picked, whole: (picked - whole).exp())
+
+    return _of_answers("probability", answers, of_last)
+
+
+def log_probability(answers: Tokens) -> Metric:
+    """Log-probability of the answer at the last position, in nats; the mean where there are several."""
+
+    def of_last(chosen: _Chosen, last: Tensor, rows: Tensor) -> Tensor:
+        return chosen.mean(last, rows, lambda picked, whole: picked - whole)
+
+    return _of_answers("log-probability", answers, of_last)
+
+
+def recall(answers: Tokens) -> Metric:
+    """1 where the likeliest token at the last position is the answer, or one of several; 0 elsewhere.
+
+    Two tokens that share the highest logit count both. It has no gradient.
+    """
+
+    def of_last(chosen: _Chosen, last: Tensor, rows: Tensor) -> Tensor:
+        best = _wide(last.detach()).amax(-1)
+        hit = (chosen.best(last.detach(), rows) >= best).to(best.dtype)
+        return hit.masked_fill(best.isnan(), torch.nan)  # NaN compares as a miss
+
+    return replace(_of_answers("recall", answers, of_last), differentiable=False)
+
+
+def loss() -> Metric:
+    """Mean next-token negative log-likelihood over each prompt's own tokens, in nats."""
+
+    def binder(model: Model, prompts: Tensor) -> tuple[Compute, dict[str, Any]]:
+        short = ((prompts >= 0).sum(1) < 2).nonzero()
+        if len(short):
+            raise PromptError(
+                f"prompt {int(short[0, 0])} has one token, so it has no next token to take a loss of; use a "
+                "longer prompt"
+            )
+        targets = prompts[:, 1:]
+
+        def compute(logits: Tensor, rows: Tensor, reference: Tensor | None) -> Tensor:
+            wanted = targets.to(logits.device)[rows]
+            scored = _known(logits[:, :-1], wanted >= 0)
+            picked = scored.gather(2, wanted.clamp(min=0)[..., None])[..., 0]
+            return _mean(scored.logsumexp(-1) - picked, wanted >= 0)
+
+        return compute, {}
+
+    return Metric("loss", "all", binder, higher_is_better=False)
+
+
+def kl(positions: Needs = "last") -> Metric:
+    """Kullback–Leibler divergence of the edited run from the clean one, D(clean ‖ edited), in nats.
+
+    The direction is ACDC's (Conmy et al. 2023): 0 where nothing changed.
+
+    Args:
+        positions: ``"last"`` for each prompt's last position, ``"all"`` for the mean over all its positions.
+
+    Raises:
+        PlanError: There are no such positions.
+    """
+    if positions not in ("last", "all"):
+        raise PlanError(f"positions={positions!r} must be 'last' or 'all'")
+
+    def binder(model: Model, prompts: Tensor) -> tuple[Compute, dict[str, Any]]:
+        real = (prompts >= 0)[:, :1] if positions == "last" else prompts >= 0
+
+        def compute(logits: Tensor, rows: Tensor, reference: Tensor | None) -> Tensor:
+            assert reference is not None  # BoundMetric checks
+            at = real.to(logits.device)[rows]
+            clean = _known(reference.to(logits.device)[rows], at)
+            log_ratio = clean - _known(logits, at).log_softmax(-1)
+            # 0·log 0 = 0: a token the clean run rules out weighs nothing.
+            terms = (clean.exp() * log_ratio).masked_fill(clean == -torch.inf, 0.0)
+            return _mean(terms.sum(-1), at)
+
+        return compute, {"positions": positions}
+
+    return Metric("KL divergence", positions, binder, higher_is_better=False, needs_reference=True)
+
+
+# -- parts -------------------------------------------------------------------------------------------------------------
+
+
+class _Chosen:
+    """Some tokens of each prompt, as a padded table."""
+
+    def __init__(self, ids: list[list[int]]) -> None:
+        width = max(len(row) for row in ids)
+        self._index = torch.tensor([row + [-1] * (width - len(row)) for row in ids])
+
+    def mean(
+        self,
+        last: Tensor,
+        rows: Tensor,
+        after: Callable[[Tensor, Tensor], Tensor] | None = None,
+    ) -> Tensor:
+        """Mean over each row's tokens of their logit, or of ``after(logit, log-sum-exp of all logits)``."""
+        picked, real = self._pick(last, rows)
+        if after is not None:
+            picked = after(picked, _wide(last).logsumexp(-1, keepdim=True))
+        return _mean(picked, real)
+
+    def best(self, last: Tensor, rows: Tensor) -> Tensor:
+        """The highest logit among each row's tokens."""
+        picked, real = self._pick(last, rows)
+        return picked.masked_fill(~real, -torch.inf).amax(-1)
+
+    def _pick(self, last: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+        index = self._index.to(last.device)[rows]
+        return _wide(last.gather(1, index.clamp(min=0))), index >= 0
+
+
+def _of_answers(
+    name: str, answers: Tokens, of_last: Callable[[_Chosen, Tensor, Tensor], Tensor]
+) -> Metric:
+    def binder(model: Model, prompts: Tensor) -> tuple[Compute, dict[str, Any]]:
+        ids = token_ids(model, answers, len(prompts))
+        chosen = _Chosen(ids)
+
+        def compute(logits: Tensor, rows: Tensor, reference: Tensor | None) -> Tensor:
+            return of_last(chosen, logits[:, 0], rows)
+
+        return compute, {"answers": ids}
+
+    return Metric(name, "last", binder)
+
+
+def _wide(x: Tensor) -> Tensor:
+    """At least float32."""
+    return x if x.dtype in (torch.float32, torch.float64) else x.float()
+
+
+def _known(x: Tensor, real: Tensor) -> Tensor:
+    """Logits with 0 where there is no token: NaN there would reach gradients even through a mask."""
+    return _wide(x) if bool(real.all()) else _wide(x).masked_fill(~real[..., None], 0.0)
+
+
+def _mean(values: Tensor, real: Tensor) -> Tensor:
+    """Mean over the last axis of the entries that are real."""
+    return values.masked_fill(~real, 0.0).sum(-1) / real.sum(-1)
+
+
+__all__ = [
+    "BoundMetric",
+    "Metric",
+    "Needs",
+    "Tokens",
+    "as_metric",
+    "checked",
+    "kl",
+    "log_probability",
+    "logit_difference",
+    "loss",
+    "probability",
+    "recall",
+    "token_ids",
+]

@@ -1,0 +1,58 @@
+"""Intervals and p-values over prompts: bootstrap and sign flips.
+
+The prompt is the unit: tokens of one prompt are not independent.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from jaxtyping import Float
+
+RESAMPLES = 2000
+_EXACT = 17
+_CHUNK = 1 << 14
+
+
+def bootstrap_interval(
+    values: Float[np.ndarray, "prompt head"], seed: int, level: float = 0.95
+) -> tuple[Float[np.ndarray, " head"], Float[np.ndarray, " head"]]:
+    """Percentile bootstrap interval of each column's mean, over prompts; NaN entries are left out."""
+    rng = np.random.default_rng(seed)
+    prompts = len(values)
+    draws = rng.integers(prompts, size=(RESAMPLES, prompts))
+    weights = np.zeros((RESAMPLES, prompts))
+    np.add.at(weights, (np.arange(RESAMPLES)[:, None], draws), 1)
+    known = ~np.isnan(values)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        means = weights @ np.where(known, values, 0) / (weights @ known)
+    tail = (1 - level) / 2 * 100
+    low, high = np.nanpercentile(means, [tail, 100 - tail], axis=0)
+    return low, high
+
+
+def sign_flip_p(
+    difference: Float[np.ndarray, "prompt head"], seed: int
+) -> Float[np.ndarray, " head"]:
+    """One-sided p-value that the mean difference is positive by chance, flipping each prompt's sign.
+
+    NaN entries are left out; a column without entries has p-value NaN.
+    """
+    prompts, heads = difference.shape
+    known = ~np.isnan(difference)
+    filled = np.where(known, difference, 0.0)
+    observed = filled.sum(0)
+    exact = prompts <= _EXACT
+    flips = 2**prompts if exact else 2**_EXACT - 1
+    rng = np.random.default_rng(seed)
+    at_least = np.zeros(heads)
+    tolerance = 1e-12 * np.abs(filled).sum(0)
+    for start in range(0, flips, _CHUNK):
+        count = min(_CHUNK, flips - start)
+        if exact:
+            bits = np.arange(start, start + count)[:, None] >> np.arange(prompts) & 1
+        else:
+            bits = rng.integers(2, size=(count, prompts))
+        at_least += ((1.0 - 2.0 * bits) @ filled >= observed - tolerance).sum(0)
+    # The unflipped signs are among the exact flips; drawn ones leave them out, so they are added.
+    p = at_least / flips if exact else (at_least + 1) / (flips + 1)
+    return np.where(known.any(0), p, np.nan)
