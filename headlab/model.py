@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from headlab.attention.assembly import assemble
 from headlab.attention.collector import Collector
-from headlab.attention.edits import Edit, bind
+from headlab.attention.edits import BoundEdit, Edit, bind
 from headlab.attention.keep import Keep, is_whole
 from headlab.attention.probe import measure
 from headlab.attention.session import Session
@@ -206,6 +206,33 @@ class Model:
             kept = _by_position(kept, lengths, last=logits == "last")
         return self._trace(collector, shown, lengths, kept)
 
+    def forward(
+        self,
+        ids: Int[Tensor, "row position"],
+        edits: Sequence[BoundEdit] = (),
+        *,
+        length: int | None = None,
+        last: bool = False,
+        **arguments: Any,
+    ) -> Any:
+        """One forward pass of rows of equal length, as transformers returns it; for the other parts of headlab.
+
+        Args:
+            ids: Token ids, without padding.
+            edits: Bound edits, on top of those in force.
+            length: Length of each row's whole prompt, where a cache in ``arguments`` holds its beginning.
+            last: Whether the logits of the last position suffice.
+            arguments: Further arguments of the module.
+        """
+        lengths = torch.full((len(ids),), length or ids.shape[1], device=ids.device)
+        if last and "logits_to_keep" in signature(self.module.forward).parameters:
+            arguments["logits_to_keep"] = 1
+        if not hasattr(self.module.config, "use_cache"):
+            arguments.pop("use_cache", None)
+        editing = self._session.editing(edits) if edits else nullcontext()
+        with torch.no_grad(), editing, self._session.running(lengths):
+            return self.module(input_ids=ids, **arguments)
+
     def logits(
         self, prompt: Prompt, *, decoder: Prompt | None = None, grad: bool = False
     ) -> Float[Tensor, "batch position vocab"]:
@@ -303,10 +330,18 @@ class Model:
             HeadError: An edit names a head that does not exist.
             PlanError: An edit cannot be carried out.
         """
-        with self._session.plain():
-            bound = [bind(edit, self) for edit in edits]
-        with self._session.editing(bound):
+        with self._session.editing(self.bind(edits)):
             yield self
+
+    def bind(self, edits: Sequence[Edit]) -> tuple[BoundEdit, ...]:
+        """Check edits against this model and make them ready; what they need of it is gathered without edits in force.
+
+        Raises:
+            HeadError: An edit names a head that does not exist.
+            PlanError: An edit cannot be carried out.
+        """
+        with self._session.plain():
+            return tuple(bind(edit, self) for edit in edits)
 
     @property
     def edited(self) -> bool:

@@ -18,13 +18,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from headlab.attention.heads import Head, HeadsLike, parse_heads
 from headlab.attention.keep import STREAM, is_whole, whole_layers
-from headlab.errors import PlanError, PromptError
+from headlab.errors import PlanError
 
 if TYPE_CHECKING:
     from headlab.attention.trace import Trace
@@ -70,8 +69,8 @@ Operation: TypeAlias = Callable[[Tensor, Where], Tensor]
 
 @dataclass(frozen=True)
 class Edit:
-    """One intervention; build it with :func:`ablate`, :func:`scale`, :func:`add`, :func:`replace`,
-    :func:`patch` or :func:`apply`.
+    """One intervention; build it with :func:`~headlab.attention.ablations.ablate`, :func:`scale`, :func:`add`,
+    :func:`replace`, :func:`patch` or :func:`apply`.
 
     Attributes:
         heads: The heads it acts on.
@@ -202,61 +201,12 @@ def bind(edit: Edit, model: Model) -> BoundEdit:
 # -- the edits -----------------------------------------------------------------------------------------------
 
 
-def ablate(
-    heads: HeadsLike,
-    kind: Literal["zero", "mean", "resample"] = "zero",
-    *,
-    site: Site = "z",
-    reference: Any = None,
-    positions: Sequence[int] | None = None,
-    seed: int = 0,
-) -> Edit:
-    """Take what heads contribute away.
-
-    Args:
-        heads: The heads to ablate.
-        kind: At vector sites, ``"zero"`` sets values to 0; ``"mean"`` to the head's mean over every position of
-            the reference prompts; ``"resample"`` to the head's values at positions of the reference drawn at
-            random, the same draw for every head and layer. At pattern and scores, ``"zero"`` sets every visible
-            entry to 0 (a zero pattern makes z zero; zero scores make attention uniform) and ``"mean"`` spreads
-            attention evenly over the visible keys; ``"resample"``, at pattern, takes the rows of the
-            reference, which must have as many tokens as the prompt.
-        site: Where to ablate.
-        reference: Prompts for ``"mean"`` and ``"resample"``.
-        positions: Positions to ablate, negative ones from each prompt's end; all by default.
-        seed: Seed of the draw.
-
-    Raises:
-        PlanError: The kind is unknown, or its reference is missing.
-    """
-    if kind not in ("zero", "mean", "resample"):
-        raise PlanError(f"there is no ablation {kind!r}; there are 'zero', 'mean' and 'resample'")
-    needs = kind == "resample" or (kind == "mean" and site in VECTOR_SITES)
-    if needs and reference is None:
-        raise PlanError(f"ablation {kind!r} at {site} needs reference= prompts to take values from")
-
-    def prepare(model: Model, bound: tuple[Head, ...]) -> Operation:
-        if site in ROW_SITES:
-            return _row_ablation(kind, site, reference, model, bound)
-        if kind == "zero":
-            return lambda x, where: torch.zeros_like(x)
-        pool = _pool(model, bound, site, reference)
-        if kind == "mean":
-            means = {layer: values.mean(0) for layer, values in pool.items()}
-            return lambda x, where: means[where.layer].to(x).expand_as(x)
-        return _resampler(pool, seed)
-
-    # The mean of a row over its visible keys is what equal scores give; only scores tell what is visible.
-    acts_at: Site = "scores" if site == "pattern" and kind == "mean" else site
-    return Edit(heads, acts_at, prepare, _tuple(positions))
-
-
 def scale(
     heads: HeadsLike, site: Site = "z", by: float = 1.0, *, positions: Sequence[int] | None = None
 ) -> Edit:
     """Multiply what heads compute at a site; at scores, hidden keys stay hidden."""
     factor = _finite(by, "by")
-    return Edit(heads, site, lambda *_: lambda x, where: x * factor.to(x), _tuple(positions))
+    return Edit(heads, site, lambda *_: lambda x, where: x * factor.to(x), as_positions(positions))
 
 
 def add(
@@ -273,7 +223,7 @@ def add(
         heads,
         site,
         lambda *_: lambda x, where: x + _spread(where.rows_of(added), x),
-        _tuple(positions),
+        as_positions(positions),
     )
 
 
@@ -287,7 +237,10 @@ def replace(
     """Put a value in place, broadcast as in :func:`add`; at scores, hidden keys stay hidden."""
     new = _finite(value, "value", site)
     return Edit(
-        heads, site, lambda *_: lambda x, where: _spread(where.rows_of(new), x), _tuple(positions)
+        heads,
+        site,
+        lambda *_: lambda x, where: _spread(where.rows_of(new), x),
+        as_positions(positions),
     )
 
 
@@ -299,7 +252,7 @@ def apply(
     positions: Sequence[int] | None = None,
 ) -> Edit:
     """Rewrite values by a function of your own: ``operation(values, where) -> values``; see :data:`Operation`."""
-    return Edit(heads, site, lambda *_: operation, _tuple(positions))
+    return Edit(heads, site, lambda *_: operation, as_positions(positions))
 
 
 def patch(
@@ -322,7 +275,7 @@ def patch(
         raise PlanError(f"a trace keeps no {site!r}, so it cannot be patched in; use hl.replace")
 
     def prepare(model: Model, bound: tuple[Head, ...]) -> Operation:
-        values = _values_of(source, site, bound)
+        values = values_of(source, site, bound)
         kept = source.query_positions.get(site)
         if kept is not None and site == "pattern":
             raise PlanError(
@@ -336,15 +289,20 @@ def patch(
                     f"the source has {value.shape[0]} prompts, the patched run {x.shape[0]}"
                 )
             if site == "pattern":
-                return _same_shape(value, x, "pattern")
+                return same_shape(value, x, "pattern")
             return _by_position(value, None if kept is None else where.rows_of(kept), x, where)
 
         return operation
 
-    return Edit(heads, site, prepare, _tuple(positions))
+    return Edit(heads, site, prepare, as_positions(positions))
 
 
-def _tuple(positions: Sequence[int] | None) -> tuple[int, ...] | None:
+def as_positions(positions: Sequence[int] | None) -> tuple[int, ...] | None:
+    """Positions as an edit keeps them; None stands for all.
+
+    Raises:
+        PlanError: They are not whole numbers.
+    """
     if positions is None:
         return None
     if isinstance(positions, str) or not all(is_whole(position) for position in positions):
@@ -378,7 +336,7 @@ def _spread(value: Tensor, x: Tensor) -> Tensor:
         ) from error
 
 
-def _values_of(source: Trace, site: str, heads: tuple[Head, ...]) -> dict[int, Tensor]:
+def values_of(source: Trace, site: str, heads: tuple[Head, ...]) -> dict[int, Tensor]:
     """Values of the bound heads per layer, with the head axis in their order."""
     if site in STREAM:
         layers = sorted({head.layer for head in heads})
@@ -407,62 +365,15 @@ def _by_position(value: Tensor, kept: Tensor | None, x: Tensor, where: Where) ->
     return torch.where(known, picked, x)
 
 
-def _same_shape(value: Tensor, x: Tensor, site: str) -> Tensor:
+def same_shape(value: Tensor, x: Tensor, site: str) -> Tensor:
+    """Rows of another run in place of ``x``, which must be as large; rows that run does not have (NaN) keep ``x``.
+
+    Raises:
+        PlanError: They differ in size.
+    """
     if value.shape[-2:] != x.shape[-2:]:
         raise PlanError(
             f"a {site} of {value.shape[-2]} × {value.shape[-1]} tokens cannot replace one of "
             f"{x.shape[-2]} × {x.shape[-1]}; use prompts of equal length"
         )
     return torch.where(value.isnan(), x, value)  # NaN: rows a shorter prompt does not have
-
-
-def _pool(model: Model, heads: tuple[Head, ...], site: Site, reference: Any) -> dict[int, Tensor]:
-    """Values of the heads at every position of the reference, [position, head, width] per layer."""
-    from headlab.attention import keep
-
-    trace = model.trace(reference, keep=[keep.tensors(site, heads=heads)], logits="none")
-    values = _values_of(trace, site, heads)
-    # NaN: positions that a shorter prompt does not have.
-    return {layer: value[~value.flatten(2).isnan().any(-1)] for layer, value in values.items()}
-
-
-def _resampler(pool: dict[int, Tensor], seed: int) -> Operation:
-    size = len(next(iter(pool.values())))
-
-    def operation(x: Tensor, where: Where) -> Tensor:
-        # One draw per (prompt, position), the same in every layer and in every step of a generation: a
-        # numpy generator's stream has the same beginning whatever its length.
-        last = int(where.positions.max()) + 1
-        prompts = x.shape[0] if where.n_prompts is None else where.n_prompts
-        drawn = np.random.default_rng(seed).integers(size, size=(max(last, 1), prompts))
-        index = where.rows_of(torch.as_tensor(drawn, device=x.device).T)
-        chosen = index.gather(1, where.positions.clamp(min=0))
-        return pool[where.layer].to(x)[chosen]
-
-    return operation
-
-
-def _row_ablation(
-    kind: str, site: str, reference: Any, model: Model, heads: tuple[Head, ...]
-) -> Operation:
-    if kind == "resample":
-        if site == "scores":
-            raise PlanError("scores are not kept by a trace; resample at pattern instead")
-        from headlab.attention import keep
-
-        trace = model.trace(reference, keep=[keep.tensors("pattern", heads=heads)], logits="none")
-        values = _values_of(trace, "pattern", heads)
-
-        def resample(x: Tensor, where: Where) -> Tensor:
-            value = where.rows_of(values[where.layer]).to(x)
-            if value.shape[0] not in (1, x.shape[0]):
-                raise PromptError(
-                    f"the reference has {value.shape[0]} prompts, the ablated run {x.shape[0]}; "
-                    "give one, or one per prompt"
-                )
-            return _same_shape(value, x, "pattern")
-
-        return resample
-    if kind == "zero" and site == "pattern":
-        return lambda x, where: torch.zeros_like(x)
-    return lambda x, where: x.masked_fill(x > -torch.inf, 0.0)  # equal scores: uniform attention

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 from jaxtyping import Float, Int
 
-from headlab.attention.edits import Edit, ablate
+from headlab.attention.ablations import ablate
+from headlab.attention.edits import Edit
 from headlab.attention.heads import Head
 from headlab.errors import HeadlabError
 from headlab.roles.scores import RoleInfo

@@ -17,8 +17,7 @@ from jaxtyping import Float
 from scipy.stats import binomtest
 from torch import Tensor
 
-from headlab.attention import keep
-from headlab.attention.edits import ablate, patch
+from headlab.attention import ablate, keep, patch
 from headlab.attention.heads import Head
 from headlab.roles.base import Arrays, Probing
 from headlab.roles.integrated_gradients import Attributions, head_attributions

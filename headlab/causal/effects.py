@@ -1,0 +1,218 @@
+"""What interventions did to a metric: a tidy table with an interval and a p-value for every head."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from jaxtyping import Float
+
+from headlab.attention.heads import Head
+from headlab.errors import OutputError
+from headlab.statistics import bootstrap_interval, sign_flip_p
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+#: Columns of the table, in order.
+EFFECT_COLUMNS = (
+    "layer",
+    "head",
+    "position",
+    "site",
+    "value",
+    "effect",
+    "normalised",
+    "ci_low",
+    "ci_high",
+    "n",
+    "p_value",
+    "q_value",
+)
+_FORMAT = "headlab-effects-1"
+
+
+@dataclass(frozen=True)
+class Effects:
+    """Effects of one intervention per row on a metric, over prompts.
+
+    Attributes:
+        frame: One row per intervention, with the columns of :data:`EFFECT_COLUMNS`: ``layer``, ``head`` (−1: the whole
+            layer), ``position`` (−1: all) and ``site`` say where; ``value`` is the metric's mean under it, ``effect``
+            the mean of value − baseline with its 95 % bootstrap interval over ``n`` prompts; ``normalised`` puts the
+            clean run at 1 and the corrupted one at 0 (means over prompts; NaN where there is no corrupted run);
+            ``p_value`` tests an effect of 0 by flipping signs, two-sided, and ``q_value`` is corrected over the
+            table (Benjamini and Hochberg 1995).
+        values: The metric under each intervention, [row, prompt].
+        baseline: The metric without it, [prompt]: of the run that was intervened in.
+        clean: The metric of the clean run, [prompt].
+        corrupted: The metric of the corrupted run, [prompt], or None.
+        about: What was done: metric, kind, direction, seed and so on.
+    """
+
+    frame: pd.DataFrame
+    values: Float[np.ndarray, "row prompt"]
+    baseline: Float[np.ndarray, " prompt"]
+    clean: Float[np.ndarray, " prompt"]
+    corrupted: Float[np.ndarray, " prompt"] | None
+    about: dict[str, Any]
+
+    def top(self, n: int = 10) -> pd.DataFrame:
+        """The rows of the largest effects, whichever sign."""
+        order = self.frame["effect"].abs().sort_values(ascending=False, kind="stable").index
+        return self.frame.loc[order[:n]].reset_index(drop=True)
+
+    def map(self, column: str = "effect") -> Float[np.ndarray, "layer head"]:
+        """A column as layers × heads, or × positions where effects are of whole layers by position.
+
+        Raises:
+            OutputError: Rows are not one per cell: say which head or position with ``frame``.
+        """
+        frame = self.frame
+        across = "head" if (frame["head"] >= 0).any() else "position"
+        cells = frame.set_index(["layer", across])[column]
+        if not cells.index.is_unique:
+            raise OutputError(
+                f"these effects have several rows for one layer and {across}, so they are no map; select in .frame"
+            )
+        table = cells.unstack()
+        whole = table.reindex(index=range(int(frame["layer"].max()) + 1))
+        if across == "head":
+            whole = whole.reindex(columns=range(int(frame["head"].max()) + 1))
+        return whole.to_numpy(dtype=float)
+
+    def of(self, head: Head | tuple[int, int] | str) -> pd.DataFrame:
+        """The rows of one head."""
+        if isinstance(head, str):
+            layer, which = head.upper().removeprefix("L").replace("H", ".").split(".")
+            head = (int(layer), int(which))
+        chosen = (self.frame["layer"] == head[0]) & (self.frame["head"] == head[1])
+        return self.frame[chosen].reset_index(drop=True)
+
+    def to_json(self) -> str:
+        """Everything as one JSON document; NaN becomes null."""
+        document = {
+            "format": _FORMAT,
+            "about": self.about,
+            "effects": json.loads(self.frame.to_json(orient="records", double_precision=12)),
+            "baseline": _plain(self.baseline),
+            "clean": _plain(self.clean),
+            "corrupted": None if self.corrupted is None else _plain(self.corrupted),
+            "values": [_plain(row) for row in self.values],
+        }
+        return json.dumps(document, ensure_ascii=False, allow_nan=False)
+
+    def save(self, path: str | Path) -> Path:
+        """Write :meth:`to_json` to a file, whole or not at all.
+
+        Raises:
+            OutputError: It cannot be written.
+        """
+        path = Path(path)
+        partial = path.with_name(f".{path.name}.part")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            partial.write_text(self.to_json(), "utf-8")
+            partial.replace(path)
+        except OSError as error:
+            raise OutputError(f"cannot write {path}: {error.strerror or error}") from error
+        return path
+
+    @staticmethod
+    def load(path: str | Path) -> Effects:
+        """Read what :meth:`save` wrote.
+
+        Raises:
+            OutputError: The file holds no readable effects.
+        """
+        import pandas as pd
+
+        try:
+            document = json.loads(Path(path).read_text("utf-8"))
+            if document["format"] != _FORMAT:
+                raise OutputError(f"{path} was written as {document['format']!r}, not {_FORMAT!r}")
+            frame = pd.DataFrame(document["effects"], columns=list(EFFECT_COLUMNS))
+            floats = [
+                name
+                for name in EFFECT_COLUMNS
+                if name not in ("layer", "head", "position", "site", "n")
+            ]
+            frame[floats] = frame[floats].astype(float)
+            corrupted = document["corrupted"]
+            return Effects(
+                frame,
+                np.array(document["values"], float).reshape(len(frame), -1),
+                np.array(document["baseline"], float),
+                np.array(document["clean"], float),
+                None if corrupted is None else np.array(corrupted, float),
+                document["about"],
+            )
+        except (OSError, ValueError, LookupError, TypeError) as error:
+            raise OutputError(f"{path} holds no readable effects: {error!r}") from error
+
+    def __repr__(self) -> str:
+        about = ", ".join(
+            f"{key} {value}" for key, value in self.about.items() if value is not None
+        )
+        return (
+            f"Effects of {len(self.frame)} interventions on {self.values.shape[1]} prompts ({about})\n"
+            f"{self.top(5).to_string(index=False, float_format=lambda value: f'{value:.4g}')}"
+        )
+
+
+def effects_of(
+    keys: Sequence[Mapping[str, Any]],
+    values: Float[np.ndarray, "row prompt"],
+    baseline: Float[np.ndarray, " prompt"],
+    clean: Float[np.ndarray, " prompt"],
+    corrupted: Float[np.ndarray, " prompt"] | None,
+    about: Mapping[str, Any],
+    seed: int = 0,
+) -> Effects:
+    """The table of any procedure that gives one number per intervention and prompt.
+
+    Args:
+        keys: Where each row intervened: ``layer``, and ``head``, ``position`` and ``site`` where they apply.
+        values: The metric under each intervention.
+        baseline: The metric of the run that was intervened in.
+        clean: The metric of the clean run.
+        corrupted: The metric of the corrupted run, or None.
+        about: What was done.
+        seed: Seed of the bootstrap and the sign flips.
+    """
+    import pandas as pd
+    from scipy.stats import false_discovery_control
+
+    values = np.asarray(values, np.float64)
+    change = (values - baseline).T  # [prompt, row]
+    low, high = bootstrap_interval(change, seed)
+    p = np.minimum(1.0, 2 * np.minimum(sign_flip_p(change, seed), sign_flip_p(-change, seed)))
+    span = math.nan if corrupted is None else float(clean.mean() - corrupted.mean())
+    frame = pd.DataFrame(
+        {
+            "layer": [int(key["layer"]) for key in keys],
+            "head": [int(key.get("head", -1)) for key in keys],
+            "position": [int(key.get("position", -1)) for key in keys],
+            "site": [str(key.get("site", "z")) for key in keys],
+            "value": values.mean(1),
+            "effect": change.mean(0),
+            "normalised": math.nan
+            if corrupted is None or span == 0
+            else (values.mean(1) - corrupted.mean()) / span,
+            "ci_low": low,
+            "ci_high": high,
+            "n": values.shape[1],
+            "p_value": p,
+            "q_value": false_discovery_control(p) if len(p) else p,
+        }
+    )
+    return Effects(frame[list(EFFECT_COLUMNS)], values, baseline, clean, corrupted, dict(about))
+
+
+def _plain(values: np.ndarray) -> list[float | None]:
+    return [float(value) if math.isfinite(value) else None for value in values]

@@ -1,0 +1,368 @@
+"""The engine of causal sweeps: the same prompts under many sets of edits, without computing anything twice.
+
+What an edit cannot change is taken from the clean run. Below the first edited layer that is the residual stream: its
+blocks are passed over. Before the first edited position it is everything, in a model whose every layer is causal: of
+those positions only the keys and values are needed, and they come from a cache. Prompts of equal length run side by
+side under several sets of edits at once, so there is no padding. Results equal those of single whole runs up to
+rounding.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import inspect
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from itertools import groupby
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from headlab.attention.edits import Batch, BoundEdit, Edit
+from headlab.causal.metrics import BoundMetric, Metric, as_metric, checked
+from headlab.errors import PlanError, UnsupportedError
+from headlab.models.blocks import stream_of
+from headlab.prompts import Prompt, lengths_of
+from headlab.shards import Arrays, Remember, Shards, forget
+
+if TYPE_CHECKING:
+    from headlab.model import Model
+
+#: Tokens of a forward pass: more are no faster on a CPU, and caches overflow.
+_CPU_TOKENS, _GPU_TOKENS = 2048, 1 << 16
+#: Share of the free memory that one forward pass may take.
+_SHARE = 0.25
+#: Variants that begin at different blocks share a forward pass while they fill less than 1/_FEW of one.
+_FEW = 8
+#: A cache of the first positions is worth its copying from 1/_WORTH of a prompt on.
+_WORTH = 8
+
+
+@dataclass(frozen=True)
+class _Variant:
+    """A set of edits, and where it begins."""
+
+    at: int
+    edits: tuple[BoundEdit, ...]
+    block: int
+    position: int
+
+
+@dataclass(frozen=True)
+class _Clean:
+    """What is kept of a group's clean run: the output of every block, and the metric's logits."""
+
+    outputs: tuple[Any, ...]
+    logits: Tensor
+
+
+class Sweep:
+    """Runs prompts under sets of edits and measures them.
+
+    Args:
+        model: The model; edits in force when it is made, or while it runs, are part of its clean run.
+        prompts: The prompts.
+        metric: What to measure, a :class:`~headlab.causal.metrics.Metric` or a function of (logits, prompts).
+        out: Folder for finished parts, so that a killed sweep resumes; None keeps nothing.
+        about: What the edits depend on besides their labels, where ``out`` is given; fit for JSON.
+        tell: Told, in a few words, how far it is.
+        tokens_at_once: Tokens of one forward pass; by default what the memory and the processor are good for.
+
+    Raises:
+        PromptError: A prompt cannot be used.
+        PlanError: The metric does not fit the prompts.
+        UnsupportedError: The model has no language-model head, or has an encoder and a decoder.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        prompts: Prompt,
+        metric: Metric | Callable[[Tensor, Tensor], Tensor],
+        *,
+        out: str | Path | None = None,
+        about: Mapping[str, Any] | None = None,
+        tell: Callable[[str], None] = lambda text: None,
+        tokens_at_once: int | None = None,
+    ) -> None:
+        if model.module.config.is_encoder_decoder:
+            raise UnsupportedError(
+                f"{model.name} has an encoder and a decoder; sweeps are for models of one stack"
+            )
+        self.model = model
+        self.ids = model.tokens(prompts)
+        self.lengths = lengths_of(self.ids)
+        self.metric: BoundMetric = as_metric(metric).bind(model, self.ids)
+        self._tell = tell
+        self._tokens = tokens_at_once or _tokens_at_once(model, self.metric.needs == "last")
+        self._causal = all(layer.causal for layer in model.spec.layers)
+        self._sure = False
+        self._prefix: tuple[Tensor, Any] | None = None
+        self._remember: Remember = forget
+        if out is not None:
+            self._remember = Shards(Path(out), self._configuration(about or {})).remember
+
+    @cached_property
+    def clean(self) -> Float[np.ndarray, " prompt"]:
+        """The metric of the unedited runs."""
+        values = torch.full((len(self.ids),), torch.nan, dtype=torch.float64)
+        kept: list[Tensor] = []
+        for group in self._groups():
+            logits = self._logits(self.model.forward(self._group_ids(group), last=self._last))
+            if self.metric.needs_reference:
+                kept.append(logits.cpu())
+            else:
+                values[group] = self._measured(logits, group)
+        if self.metric.needs_reference:
+            order = torch.cat(list(self._groups()))
+            self.metric = self.metric.with_reference(torch.cat(kept)[order.argsort()])
+            for group, logits in zip(self._groups(), kept, strict=True):
+                values[group] = self._measured(logits, group)
+        return values.numpy()
+
+    def run(
+        self, variants: Sequence[Sequence[Edit]], labels: Sequence[str] | None = None
+    ) -> Float[np.ndarray, "variant prompt"]:
+        """The metric of every prompt under every set of edits.
+
+        Args:
+            variants: Sets of edits, each of ordinary ``hl.ablate``, ``hl.patch`` and so on. Values they are given per
+                prompt are of the sweep's prompts, in order.
+            labels: A name for each, all different: finished parts are stored under them.
+
+        Raises:
+            HeadError: An edit names a head that does not exist.
+            PlanError: An edit cannot be carried out, labels are not all different, or the metric is not finite.
+        """
+        names = [str(at) for at in range(len(variants))] if labels is None else list(labels)
+        if len(set(names)) != len(variants):
+            raise PlanError("labels= must give every variant a name of its own")
+        bound = [self._bound(at, edits) for at, edits in enumerate(variants)]
+        bound.sort(key=lambda variant: (variant.position, variant.block, variant.at))
+        clean, done = self.clean, 0
+        values = np.tile(clean, (len(variants), 1))
+        for group in self._groups():
+            source: list[_Clean] = []  # made when a part is not at hand
+            for chunk in self._chunks(bound, group):
+                key = self._key(group, [names[variant.at] for variant in chunk])
+                part = self._remember(key, partial(self._run_chunk, chunk, group, source))["values"]
+                places = np.ix_(np.array([variant.at for variant in chunk]), group.numpy())
+                values[places] = part
+                done += len(chunk) * len(group)
+                self._tell(f"{done} of {len(bound) * len(self.ids)} runs")
+        return values
+
+    # -- parts -----------------------------------------------------------------------------------------------
+
+    @property
+    def _last(self) -> bool:
+        return self.metric.needs == "last"
+
+    def _groups(self) -> Iterator[Tensor]:
+        """Prompts of equal length, as many as one forward pass takes."""
+        for length in self.lengths.unique().tolist():
+            same = (self.lengths == length).nonzero()[:, 0].cpu()
+            yield from same.split(max(1, self._tokens // length))
+
+    def _group_ids(self, group: Tensor) -> Tensor:
+        return self.ids[group.to(self.ids.device), : int(self.lengths[group[0]])]
+
+    def _bound(self, at: int, edits: Sequence[Edit]) -> _Variant:
+        bound = self.model.bind(edits)
+        layers = [layer for edit in bound for layer in edit.heads]
+        blocks = self.model.blocks
+        first = min((blocks.of_layer(layer) for layer in layers), default=len(blocks.modules))
+        return _Variant(at, bound, first, self._first_position(bound))
+
+    def _first_position(self, edits: Sequence[BoundEdit]) -> int:
+        """Positions before this one stay as they are, in every prompt."""
+        if not (self._causal and self._last):
+            return 0
+        shortest = int(self.lengths.min())
+        first = shortest - 1
+        for edit in edits:
+            for position in (0,) if edit.positions is None else edit.positions:
+                first = min(first, position if position >= 0 else max(0, shortest + position))
+        return first if first * _WORTH >= int(self.lengths.max()) else 0
+
+    def _chunks(self, variants: Sequence[_Variant], group: Tensor) -> Iterator[list[_Variant]]:
+        """Variants that run side by side: they begin at one position and, unless they are few, at one block."""
+        length = int(self.lengths[group[0]])
+        pending: list[_Variant] = []
+        for position, begun in groupby(variants, key=lambda variant: variant.position):
+            tokens = (length - position) * len(group)
+            for _, same in groupby(begun, key=lambda variant: variant.block):
+                pending += same
+                if len(pending) * tokens * _FEW >= self._tokens:
+                    yield from _evenly(pending, max(1, self._tokens // tokens))
+                    pending = []
+            if pending:
+                yield from _evenly(pending, max(1, self._tokens // tokens))
+                pending = []
+
+    def _run_chunk(self, chunk: Sequence[_Variant], group: Tensor, source: list[_Clean]) -> Arrays:
+        ids = self._group_ids(group)
+        block, position = chunk[0].block, chunk[0].position
+        if not source:
+            source.append(self._clean_run(ids))
+        clean = source[0]
+        if block == len(self.model.blocks.modules):  # nothing is edited
+            values = self._measured(clean.logits, group).repeat(len(chunk))
+            return {"values": values.view(len(chunk), -1).numpy()}
+        times = len(chunk)
+        edits = [
+            replace(edit, batch=Batch(at * len(group), group.to(ids.device), len(self.ids)))
+            for at, variant in enumerate(chunk)
+            for edit in variant.edits
+        ]
+        cached: dict[str, Any] = {"use_cache": False}
+        if position:
+            cached = self._cached(ids[:, :position], times)
+        with passed_over(self.model, block, clean.outputs, times, position):
+            output = self.model.forward(
+                ids[:, position:].repeat(times, 1),
+                edits,
+                length=ids.shape[1],
+                last=self._last,
+                **cached,
+            )
+        values = self._measured(self._logits(output), group.repeat(times))
+        return {"values": values.view(times, -1).numpy()}
+
+    def _clean_run(self, ids: Tensor) -> _Clean:
+        """A clean run that keeps every block's output."""
+        blocks = self.model.blocks.modules
+        outputs: dict[int, Any] = {}
+        hooks = [
+            block.register_forward_hook(partial(_kept, outputs, at))
+            for at, block in enumerate(blocks)
+        ]
+        try:
+            logits = self._logits(self.model.forward(ids, last=self._last, use_cache=False))
+        finally:
+            for hook in hooks:
+                hook.remove()
+        clean = _Clean(tuple(outputs[at] for at in range(len(blocks))), logits)
+        if not self._sure:
+            with passed_over(self.model, len(blocks) // 2, clean.outputs, 1, 0):
+                again = self._logits(self.model.forward(ids, last=self._last, use_cache=False))
+            if not torch.allclose(again, logits, rtol=1e-3, atol=1e-4):
+                raise UnsupportedError(
+                    f"blocks of {self.model.name} ({self.model.spec.family}) pass on more than the residual stream, "
+                    "so a sweep cannot begin in the middle of it"
+                )
+            self._sure = True
+        return clean
+
+    def _cached(self, ids: Tensor, times: int) -> dict[str, Any]:
+        """Arguments that give the module its keys and values of these first tokens, for every row of a chunk."""
+        name = _cache_argument(self.model)
+        if self._prefix is None or not torch.equal(self._prefix[0], ids):
+            output = self.model.forward(ids, last=True, use_cache=True)
+            self._prefix = (ids, getattr(output, "cache", None) or output.past_key_values)
+        cache = copy.deepcopy(self._prefix[1])
+        cache.batch_select_indices(torch.arange(len(ids), device=ids.device).repeat(times))
+        return {name: cache, "use_cache": True}
+
+    def _logits(self, output: Any) -> Tensor:
+        logits = getattr(output, "logits", None)
+        if logits is None:
+            raise UnsupportedError(
+                f"{self.model.name} has no language-model head, so it gives no logits to measure"
+            )
+        return logits[:, -1:] if self._last else logits
+
+    def _measured(self, logits: Tensor, rows: Tensor) -> Tensor:
+        """The metric of each row, on the CPU."""
+        missing = self.ids.shape[1] - logits.shape[1]
+        if not self._last and missing:
+            logits = torch.nn.functional.pad(logits, (0, 0, 0, missing))
+        with torch.no_grad():
+            values = self.metric(logits, rows.to(logits.device))
+        return checked(values.double().cpu(), rows, self.metric)
+
+    def _key(self, group: Tensor, names: Sequence[str]) -> str:
+        text = json.dumps([group.tolist(), names])
+        return f"runs-{hashlib.sha256(text.encode()).hexdigest()[:24]}"
+
+    def _configuration(self, about: Mapping[str, Any]) -> dict[str, Any]:
+        if self.model.edited:
+            raise PlanError(
+                "a sweep that can resume needs a model without edits in force; leave out="
+            )
+        return {
+            "model": self.model.fingerprint,
+            "dtype": str(self.model.dtype),
+            "device": self.model.device.type,
+            "prompts": self.ids.tolist(),
+            "metric": self.metric.about,
+            "about": dict(about),
+        }
+
+
+def _kept(outputs: dict[int, Any], at: int, module: Any, args: Any, output: Any) -> None:
+    outputs[at] = output
+
+
+@contextmanager
+def passed_over(
+    model: Model, first: int, outputs: Sequence[Any], times: int, position: int
+) -> Iterator[None]:
+    """While it lasts, blocks before ``first`` are not run: the last of them gives what it gave in the clean run,
+    ``times`` times side by side and from ``position`` on."""
+    blocks = model.blocks.modules[:first]
+    before = [block.__dict__.get("forward") for block in blocks]
+
+    def forward(at: int, *args: Any, **kwargs: Any) -> Any:
+        output = outputs[at]
+        if at < first - 1:  # nobody looks at it
+            stream = args[0] if args else kwargs["hidden_states"]
+        else:
+            stream = stream_of(output)[:, position:]
+            stream = stream.repeat(times, *[1] * (stream.dim() - 1))
+        return (stream, *output[1:]) if isinstance(output, tuple) else stream
+
+    try:
+        for at, block in enumerate(blocks):
+            block.forward = partial(forward, at)
+        yield
+    finally:
+        for block, own in zip(blocks, before, strict=True):
+            del block.forward
+            if own is not None:  # as accelerate leaves one there
+                block.forward = own
+
+
+def _evenly(variants: Sequence[_Variant], at_once: int) -> Iterator[list[_Variant]]:
+    """The variants in as few parts as can be, none much smaller than the others."""
+    parts = -(-len(variants) // at_once)
+    for part in np.array_split(np.arange(len(variants)), parts):
+        yield [variants[at] for at in part]
+
+
+def _cache_argument(model: Model) -> str:
+    """What the module calls its cache: it was renamed in transformers 5.24."""
+    parameters = inspect.signature(model.module.forward).parameters
+    return "cache" if "cache" in parameters else "past_key_values"
+
+
+def _tokens_at_once(model: Model, last: bool) -> int:
+    """Tokens of one forward pass: what is useful, within a share of the free memory."""
+    config = model.module.config.get_text_config(decoder=True)
+    inner = getattr(config, "intermediate_size", None) or 4 * model.spec.d_model
+    numbers = 6 * model.spec.d_model + 4 * inner + (0 if last else 4 * model.spec.n_vocab)
+    if model.device.type == "cuda":
+        free, useful = torch.cuda.mem_get_info(model.device)[0], _GPU_TOKENS
+    else:
+        free, useful = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), _CPU_TOKENS
+    each = numbers * max(4, model.dtype.itemsize)
+    return max(1, min(useful, int(_SHARE * free / each)))
