@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from headlab import errors
 
 if TYPE_CHECKING:
-    from headlab import planted, plots, roles, tasks
+    from headlab import causal, planted, plots, roles, tasks
     from headlab.attention import (
         Edit,
         Head,
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
         replace,
         scale,
     )
+    from headlab.causal import metrics
     from headlab.model import Generation, Model, load
     from headlab.report import Report, report
     from headlab.roles import Scores, score
@@ -47,8 +48,10 @@ _HOMES = {
     "ablate": "headlab.attention",
     "add": "headlab.attention",
     "apply": "headlab.attention",
+    "causal": "",
     "keep": "headlab.attention",
     "load": "headlab.model",
+    "metrics": "headlab.causal",
     "parse_heads": "headlab.attention",
     "patch": "headlab.attention",
     "planted": "",

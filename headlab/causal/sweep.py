@@ -74,6 +74,7 @@ class Sweep:
         metric: What to measure, a :class:`~headlab.causal.metrics.Metric` or a function of (logits, prompts).
         out: Folder for finished parts, so that a killed sweep resumes; None keeps nothing.
         about: What the edits depend on besides their labels, where ``out`` is given; fit for JSON.
+        against: The sweep from whose clean run KL divergence is measured; this one's own by default.
         tell: Told, in a few words, how far it is.
         tokens_at_once: Tokens of one forward pass; by default what the memory and the processor are good for.
 
@@ -91,6 +92,7 @@ class Sweep:
         *,
         out: str | Path | None = None,
         about: Mapping[str, Any] | None = None,
+        against: Sweep | None = None,
         tell: Callable[[str], None] = lambda text: None,
         tokens_at_once: int | None = None,
     ) -> None:
@@ -102,6 +104,7 @@ class Sweep:
         self.ids = model.tokens(prompts)
         self.lengths = lengths_of(self.ids)
         self.metric: BoundMetric = as_metric(metric).bind(model, self.ids)
+        self._against = against
         self._tell = tell
         self._tokens = tokens_at_once or _tokens_at_once(model, self.metric.needs == "last")
         self._causal = all(layer.causal for layer in model.spec.layers)
@@ -114,20 +117,28 @@ class Sweep:
     @cached_property
     def clean(self) -> Float[np.ndarray, " prompt"]:
         """The metric of the unedited runs."""
-        values = torch.full((len(self.ids),), torch.nan, dtype=torch.float64)
-        kept: list[Tensor] = []
-        for group in self._groups():
-            logits = self._logits(self.model.forward(self._group_ids(group), last=self._last))
-            if self.metric.needs_reference:
-                kept.append(logits.cpu())
-            else:
-                values[group] = self._measured(logits, group)
         if self.metric.needs_reference:
-            order = torch.cat(list(self._groups()))
-            self.metric = self.metric.with_reference(torch.cat(kept)[order.argsort()])
-            for group, logits in zip(self._groups(), kept, strict=True):
-                values[group] = self._measured(logits, group)
+            source = self if self._against is None else self._against
+            self.metric = self.metric.with_reference(source.logits)
+        values = torch.full((len(self.ids),), torch.nan, dtype=torch.float64)
+        for group in self._groups():
+            output = self.model.forward(self._group_ids(group), last=self._last, use_cache=False)
+            values[group] = self._measured(self._logits(output), group)
         return values.numpy()
+
+    @property
+    def logits(self) -> Float[Tensor, "prompt position vocab"]:
+        """Logits of the unedited runs that the metric needs, 0 beyond a prompt's end."""
+        width = 1 if self._last else self.ids.shape[1]
+        found: Tensor | None = None
+        for group in self._groups():
+            output = self.model.forward(self._group_ids(group), last=self._last, use_cache=False)
+            logits = self._logits(output)
+            if found is None:
+                found = logits.new_zeros(len(self.ids), width, logits.shape[2])
+            found[group.to(found.device), : logits.shape[1]] = logits
+        assert found is not None
+        return found
 
     def run(
         self, variants: Sequence[Sequence[Edit]], labels: Sequence[str] | None = None
