@@ -188,7 +188,7 @@ def test_bad_input_is_told_in_one_sentence(tmp_path: Path):
         Sweep(model, prompts(), METRICS["loss"]).run([[hl.ablate("9.0")]])
     with pytest.raises(PlanError, match=r"is nan for prompt \d"):
         Sweep(model, prompts(), lambda logits, rows: logits[:, 0] * torch.nan).run([[]])
-    with pytest.raises(PromptError, match="empty"):
+    with pytest.raises(PromptError, match="list of either, not"):
         Sweep(model, [], METRICS["loss"])
     with model.edit(hl.ablate("0.0")), pytest.raises(PlanError, match="without edits in force"):
         Sweep(model, prompts(), METRICS["loss"], out=tmp_path)

@@ -16,7 +16,7 @@ from headlab.attention.edits import (
     Site,
     Where,
     as_positions,
-    same_shape,
+    same_rows,
     values_of,
 )
 from headlab.attention.heads import Head, HeadsLike
@@ -152,7 +152,7 @@ def _row_ablation(
                     f"the reference has {value.shape[0]} prompts, the ablated run {x.shape[0]}; "
                     "give one, or one per prompt"
                 )
-            return same_shape(value, x, "pattern")
+            return same_rows(value, x, where)
 
         return resample
     if kind == "zero" and site == "pattern":

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from dataclasses import replace as replace_fields
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
@@ -47,6 +48,7 @@ class Where:
         positions: Position of each row in its sequence, [batch, position]; negative in left padding.
         prompts: Which of ``n_prompts`` prompts each row of the batch runs, [batch]; None where row i runs prompt i.
         n_prompts: Prompts that values given per prompt are of.
+        first_key: At scores and pattern, the place of the first key: above 0 where a sliding cache has dropped some.
     """
 
     layer: int
@@ -54,6 +56,7 @@ class Where:
     positions: Tensor
     prompts: Tensor | None = None
     n_prompts: int | None = None
+    first_key: int = 0
 
     def rows_of(self, value: Tensor) -> Tensor:
         """A value given per prompt, as one row per row of the batch; other values as they are."""
@@ -122,9 +125,16 @@ class BoundEdit:
         """The edited values of one layer, [batch, position, head, width]."""
         return self._on_rows_of_batch(self._on_vectors, x, layer, positions, lengths)
 
-    def on_rows(self, x: Tensor, layer: int, positions: Tensor, lengths: Tensor | None) -> Tensor:
+    def on_rows(
+        self,
+        x: Tensor,
+        layer: int,
+        positions: Tensor,
+        lengths: Tensor | None,
+        first_key: int = 0,
+    ) -> Tensor:
         """The edited rows of one layer, [batch, head, query, key]."""
-        return self._on_rows_of_batch(self._on_rows, x, layer, positions, lengths)
+        return self._on_rows_of_batch(self._on_rows, x, layer, positions, lengths, first_key)
 
     def _on_rows_of_batch(
         self,
@@ -133,16 +143,17 @@ class BoundEdit:
         layer: int,
         positions: Tensor,
         lengths: Tensor | None,
+        first_key: int = 0,
     ) -> Tensor:
+        where = Where(layer, self.heads[layer], positions, first_key=first_key)
         if self.batch is None:
-            return edit(x, Where(layer, self.heads[layer], positions), lengths)
+            return edit(x, where, lengths)
         start, stop = self.batch.start, self.batch.start + len(self.batch.prompts)
-        where = Where(
-            layer,
-            self.heads[layer],
-            positions[start:stop],
-            self.batch.prompts,
-            self.batch.n_prompts,
+        where = replace_fields(
+            where,
+            positions=positions[start:stop],
+            prompts=self.batch.prompts,
+            n_prompts=self.batch.n_prompts,
         )
         new = edit(x[start:stop], where, None if lengths is None else lengths[start:stop])
         return torch.cat([x[:start], new, x[stop:]]) if len(new) < len(x) else new
@@ -289,7 +300,7 @@ def patch(
                     f"the source has {value.shape[0]} prompts, the patched run {x.shape[0]}"
                 )
             if site == "pattern":
-                return same_shape(value, x, "pattern")
+                return same_rows(value, x, where)
             return _by_position(value, None if kept is None else where.rows_of(kept), x, where)
 
         return operation
@@ -365,15 +376,21 @@ def _by_position(value: Tensor, kept: Tensor | None, x: Tensor, where: Where) ->
     return torch.where(known, picked, x)
 
 
-def same_shape(value: Tensor, x: Tensor, site: str) -> Tensor:
-    """Rows of another run in place of ``x``, which must be as large; rows that run does not have (NaN) keep ``x``.
+def same_rows(value: Tensor, x: Tensor, where: Where) -> Tensor:
+    """Pattern rows of another run, as long as this one, in place of ``x``; rows it does not have (NaN) keep ``x``.
 
     Raises:
-        PlanError: They differ in size.
+        PlanError: The runs differ in length.
     """
-    if value.shape[-2:] != x.shape[-2:]:
+    n_query, n_key = value.shape[-2:]
+    if where.first_key + x.shape[-1] != n_key or int(where.positions.max()) >= n_query:
+        n_run = max(x.shape[-2], int(where.positions.max()) + 1)
         raise PlanError(
-            f"a {site} of {value.shape[-2]} × {value.shape[-1]} tokens cannot replace one of "
-            f"{x.shape[-2]} × {x.shape[-1]}; use prompts of equal length"
+            f"a pattern of {n_query} × {n_key} tokens cannot replace one of {n_run} × "
+            f"{where.first_key + x.shape[-1]}; use prompts of equal length"
         )
-    return torch.where(value.isnan(), x, value)  # NaN: rows a shorter prompt does not have
+    index = where.positions.clamp(min=0)[:, None, :, None]
+    shape = (x.shape[0], value.shape[1], x.shape[2], n_key)
+    rows = value.expand(x.shape[0], -1, -1, -1).gather(2, index.expand(shape))
+    rows = rows[..., where.first_key :]
+    return torch.where(rows.isnan(), x, rows)

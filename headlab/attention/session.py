@@ -194,7 +194,7 @@ class Session:
             positions = call.query_positions.gather(1, query_index)
             for edit in edits:
                 lengths = self._prompt_lengths(call.layer, site)
-                rows = edit.on_rows(rows, call.layer, positions, lengths)
+                rows = edit.on_rows(rows, call.layer, positions, lengths, call.inputs.key_start)
             return rows
 
         return edit_rows

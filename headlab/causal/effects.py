@@ -99,7 +99,7 @@ class Effects:
         document = {
             "format": _FORMAT,
             "about": self.about,
-            "effects": json.loads(self.frame.to_json(orient="records", double_precision=12)),
+            "effects": _records(self.frame),
             "baseline": _plain(self.baseline),
             "clean": _plain(self.clean),
             "corrupted": None if self.corrupted is None else _plain(self.corrupted),
@@ -212,6 +212,12 @@ def effects_of(
         }
     )
     return Effects(frame[list(EFFECT_COLUMNS)], values, baseline, clean, corrupted, dict(about))
+
+
+def _records(frame: pd.DataFrame) -> list[dict[str, Any]]:
+    plain = frame.astype(object)
+    found = plain.where(frame.notna(), None).to_dict("records")
+    return [{str(name): value for name, value in row.items()} for row in found]
 
 
 def _plain(values: np.ndarray) -> list[float | None]:
