@@ -119,6 +119,18 @@ class Model:
         """Type of the weights."""
         return self.module.dtype
 
+    @property
+    def bos(self) -> int | None:
+        """Token that begins a sequence, where the model has one."""
+        for token in (
+            getattr(self.tokenizer, "bos_token_id", None),
+            getattr(self.tokenizer, "cls_token_id", None),
+            getattr(self.module.config, "bos_token_id", None),
+        ):
+            if token is not None:
+                return int(token)
+        return None
+
     def __repr__(self) -> str:
         spec = self.spec
         groups = "" if spec.n_kv_heads == spec.n_heads else f" ({spec.n_kv_heads} key/value heads)"

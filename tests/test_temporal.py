@@ -19,8 +19,9 @@ from torch import nn
 import headlab as hl
 from headlab import planted
 from headlab.attention.heads import Head
+from headlab.causal.gradients import embeddings_replaced
 from headlab.roles.base import Probing
-from headlab.roles.integrated_gradients import embeddings_replaced, head_attributions
+from headlab.roles.integrated_gradients import head_attributions
 from headlab.roles.temporal import Temporal
 from headlab.roles.year_effects import differences, followed, patched_effects
 from headlab.tasks.temporal import (

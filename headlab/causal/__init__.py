@@ -9,21 +9,82 @@ twice, and :class:`Effects` is the table that sweeps give.
 
 from headlab.causal import metrics
 from headlab.causal.ablation import ablate_each
+from headlab.causal.atp import atp, atp_star
+from headlab.causal.checkpoints import over_checkpoints
+from headlab.causal.circuit import Circuit
+from headlab.causal.direct import DirectAttribution, direct_logit_attribution
+from headlab.causal.eap import Edges, eap, eap_ig
+from headlab.causal.eap_heads import eap_ig_heads
+from headlab.causal.edges import EdgeRuns
 from headlab.causal.effects import EFFECT_COLUMNS, Effects, effects_of
+from headlab.causal.faithfulness import (
+    Faithfulness,
+    FaithfulnessCurve,
+    HeadRuns,
+    faithfulness,
+    faithfulness_curve,
+)
+from headlab.causal.flow import InformationFlow, Routes, information_flow, proximity
+from headlab.causal.graph import Edge, Graph
+from headlab.causal.importance import head_importance
 from headlab.causal.metrics import Metric
+from headlab.causal.overlap import Overlap, overlap
 from headlab.causal.pairs import Pairs, pairs
 from headlab.causal.patching import patch_each
+from headlab.causal.paths import path_patch
+from headlab.causal.pruning import PruningCurve, greedy_pruning, pruning_curve
+from headlab.causal.rollout import Flow, Rollout, attention_flow, attention_rollout
+from headlab.causal.shapley import Shapley, shapley_heads, shapley_values
+from headlab.causal.sources import SourceAttribution, by_source
 from headlab.causal.sweep import Sweep
 
 __all__ = [
     "EFFECT_COLUMNS",
+    "Circuit",
+    "DirectAttribution",
+    "Edge",
+    "EdgeRuns",
+    "Edges",
     "Effects",
+    "Faithfulness",
+    "FaithfulnessCurve",
+    "Flow",
+    "Graph",
+    "HeadRuns",
+    "InformationFlow",
     "Metric",
+    "Overlap",
     "Pairs",
+    "PruningCurve",
+    "Rollout",
+    "Routes",
+    "Shapley",
+    "SourceAttribution",
     "Sweep",
     "ablate_each",
+    "atp",
+    "atp_star",
+    "attention_flow",
+    "attention_rollout",
+    "by_source",
+    "direct_logit_attribution",
+    "eap",
+    "eap_ig",
+    "eap_ig_heads",
     "effects_of",
+    "faithfulness",
+    "faithfulness_curve",
+    "greedy_pruning",
+    "head_importance",
+    "information_flow",
     "metrics",
+    "over_checkpoints",
+    "overlap",
     "pairs",
     "patch_each",
+    "path_patch",
+    "proximity",
+    "pruning_curve",
+    "shapley_heads",
+    "shapley_values",
 ]

@@ -39,7 +39,8 @@ class Metric:
         needs: ``"last"`` where the logits of each prompt's last position suffice, ``"all"`` where not.
         binder: Makes the computation for one model and its prompts.
         higher_is_better: False for loss and KL divergence.
-        differentiable: False for recall and for the user's functions that give no gradient.
+        differentiable: False for recall.
+        needs_reference: Whether it compares with the logits of a clean run.
     """
 
     name: str

@@ -50,7 +50,15 @@ class Removal:
             raise PlanError("removal 'patch' needs source=, the trace of the corrupted run")
         self.kind = kind
         self._source = source
-        self._means = _means(model, reference) if kind == "mean" else {}
+        self._means: dict[int, Tensor] = {}
+        #: What its edits depend on, fit for JSON.
+        self.about: dict[str, Any] = {"kind": kind}
+        if kind == "mean":
+            ids = model.tokens(reference)
+            self.about["reference"] = ids.tolist()
+            self._means = _means(model, ids)
+        if source is not None:
+            self.about["source"] = source.ids.tolist()
 
     def edits(self, heads: Sequence[Head]) -> tuple[Edit, ...]:
         """The edits that take these heads out; none for no heads."""
@@ -109,14 +117,15 @@ def groups_of(
     return layers
 
 
-def _means(model: Model, reference: Any) -> dict[int, Tensor]:
+def _means(model: Model, ids: Tensor) -> dict[int, Tensor]:
     """Mean z of every head over every position of the reference prompts, [head, d_value] per layer."""
-    ids = model.tokens(reference)
     sums: dict[int, Tensor] = {}
+    counts: dict[int, int] = {}
     for row in ids:  # one prompt at a time: z of all layers is kept
         trace = model.trace(row[row >= 0], keep=[keep.tensors("z")], logits="none")
         for layer in range(model.spec.n_layers):
-            z = trace.tensor("z", layer)[0].double().sum(0)
-            sums[layer] = sums[layer] + z if layer in sums else z
-    n_tokens = int((ids >= 0).sum())
-    return {layer: (total / n_tokens).to(torch.float32) for layer, total in sums.items()}
+            z = trace.tensor("z", layer)[0]
+            total = (z if z.dtype == torch.float64 else z.float()).sum(0)
+            sums[layer] = sums[layer] + total if layer in sums else total
+            counts[layer] = counts.get(layer, 0) + len(z)
+    return {layer: total / counts[layer] for layer, total in sums.items()}

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Optional
 
 import typer
 
+from headlab.cli import causal
 from headlab.cli.options import spread
 from headlab.cli.tasks import tasks
 from headlab.errors import HeadlabError, PlanError
@@ -29,6 +30,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(tasks, name="tasks")
+for command in (causal.ablate, causal.patch, causal.circuit):
+    app.command()(command)
 
 _EMBEDDED = "smollm2-135m"
 _INTERRUPTED = 130

@@ -12,6 +12,8 @@ from rich.markup import escape
 from rich.table import Table
 
 if TYPE_CHECKING:
+    import pandas as pd
+
     from headlab.cli.doctor import Finding
     from headlab.models import KnownModel
     from headlab.roles import Role, Scores
@@ -51,6 +53,21 @@ def print_scores(scores: Scores, top: int) -> None:
             console.print(f"  {note}", markup=False)
         if len(ranked) > top:
             console.print(f"  {top} of {len(ranked)} heads", style="dim")
+
+
+def print_frame(frame: pd.DataFrame, title: str, total: int) -> None:
+    """The rows of a frame, numbers in four digits."""
+    console = Console()
+    console.print(title, markup=False, highlight=False)
+    table = Table(box=None)
+    for column in frame.columns:
+        table.add_column(escape(str(column)), justify="right")
+    for row in frame.itertuples(index=False):
+        cells = [f"{value:.4g}" if isinstance(value, float) else str(value) for value in row]
+        table.add_row(*map(escape, cells))
+    console.print(table)
+    if total > len(frame):
+        console.print(f"  {len(frame)} of {total} rows", style="dim")
 
 
 def print_models(models: Sequence[KnownModel], as_json: bool) -> None:

@@ -32,7 +32,12 @@ def list_roles(
 
 @tasks.command()
 def schema(role: Name) -> None:
-    """Print the JSON Schema of one record of a role's data."""
+    """Print the JSON Schema of one record of a role's data, or of 'pairs' for patching and circuits."""
+    if role == "pairs":
+        from headlab.tasks import PAIR_SCHEMA
+
+        print(json.dumps(PAIR_SCHEMA, indent=2, ensure_ascii=False))
+        return
     print(json.dumps(_taking_data(role).schema, indent=2, ensure_ascii=False))
 
 

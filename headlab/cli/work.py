@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from headlab.attention import keep
 from headlab.attention.keep import NAMES, TENSORS, Keep
@@ -86,6 +86,39 @@ def prompt_text(text: str | None, file: Path | None) -> str:
     if not text.strip():
         raise PromptError("the text is empty; give at least one word")
     return text
+
+
+def lines_of(file: Path) -> list[str]:
+    """The lines of a text file that are not empty.
+
+    Raises:
+        PromptError: It cannot be read, or has none.
+    """
+    try:
+        found = [line for line in file.read_text("utf-8").splitlines() if line.strip()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise PromptError(f"{file} cannot be read as text: {error}") from error
+    if not found:
+        raise PromptError(f"{file} has no text; give one prompt a line")
+    return found
+
+
+def position_list(given: str | None) -> list[int] | Literal["each"] | None:
+    """Positions from an option like ``3,-1``, or ``each``.
+
+    Raises:
+        PlanError: They are not whole numbers.
+    """
+    if given is None:
+        return None
+    if given == "each":
+        return "each"
+    try:
+        return [int(part) for part in given.split(",")]
+    except ValueError as error:
+        raise PlanError(
+            f"--positions {given!r} must be 'each' or whole numbers like '3,-1'"
+        ) from error
 
 
 def named_files(given: Sequence[str]) -> dict[str, str]:

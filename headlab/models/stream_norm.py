@@ -46,7 +46,11 @@ class FrozenNorm:
 
     def linear(self, x: Float[Tensor, "*row d_model"]) -> Float[Tensor, "*row d_model"]:
         """:meth:`apply` without the bias: linear in x, so parts of x may go through it one by one."""
-        return self.scale * self.gain * self._centre(x)
+        return self.scale * self.unscaled(x)
+
+    def unscaled(self, x: Float[Tensor, "*any d_model"]) -> Float[Tensor, "*any d_model"]:
+        """:meth:`linear` of any rows, but for the factor :attr:`scale`."""
+        return self.gain * self._centre(x)
 
     def pull(self, direction: Float[Tensor, "*row d_model"]) -> Float[Tensor, "*row d_model"]:
         """The direction whose product with x is ``linear(x) · direction``: the transpose of :meth:`linear`."""

@@ -1,7 +1,19 @@
 """Plotly figures for notebooks: returned, never shown, and styled without global defaults."""
 
+from headlab.plots.circuit import head_graph
+from headlab.plots.curve import faithfulness_curve, pruning_curve
+from headlab.plots.effects import effect_map, position_map
 from headlab.plots.heatmap import role_map
 from headlab.plots.pattern import pattern
 from headlab.plots.profile import profile
 
-__all__ = ["pattern", "profile", "role_map"]
+__all__ = [
+    "effect_map",
+    "faithfulness_curve",
+    "head_graph",
+    "pattern",
+    "position_map",
+    "profile",
+    "pruning_curve",
+    "role_map",
+]

@@ -38,7 +38,7 @@ def render(report: Report) -> str:
     examples = shown_examples(report)
     style, script = _style(), _script()
     return (
-        _environment()
+        environment()
         .get_template("report.html.j2")
         .render(
             policy=_policy(style, script),
@@ -65,7 +65,8 @@ def summary(report: Report) -> str:
 
 
 @cache
-def _environment() -> Environment:
+def environment() -> Environment:
+    """Renders the package's templates; what reaches a page is escaped, and hides no control character."""
     return Environment(
         loader=PackageLoader("headlab.report"),
         autoescape=True,
@@ -105,8 +106,8 @@ def _asset(name: str) -> str:
 def _policy(style: str, script: str) -> str:
     directives: dict[str, Any] = {
         "default-src": "'none'",
-        "script-src": _digest(script),
-        "style-src": _digest(style),
+        "script-src": digest(script),
+        "style-src": digest(style),
         "img-src": "data:",
         "base-uri": "'none'",
         "form-action": "'none'",
@@ -114,6 +115,7 @@ def _policy(style: str, script: str) -> str:
     return "; ".join(f"{name} {value}" for name, value in directives.items())
 
 
-def _digest(text: str) -> str:
-    digest = hashlib.sha256(text.encode("utf-8")).digest()
-    return f"'sha256-{base64.b64encode(digest).decode()}'"
+def digest(text: str) -> str:
+    """A script or style as a content security policy names it."""
+    hashed = hashlib.sha256(text.encode("utf-8")).digest()
+    return f"'sha256-{base64.b64encode(hashed).decode()}'"

@@ -54,15 +54,7 @@ class Probing:
     @property
     def bos(self) -> int | None:
         """Token that begins a sequence, where the model has one."""
-        tokenizer, config = self.model.tokenizer, self.model.module.config
-        for token in (
-            getattr(tokenizer, "bos_token_id", None),
-            getattr(tokenizer, "cls_token_id", None),
-            getattr(config, "bos_token_id", None),
-        ):
-            if token is not None:
-                return int(token)
-        return None
+        return self.model.bos
 
     def part(self, name: str, ids: np.ndarray, compute: Callable[[], Arrays]) -> Arrays:
         """What ``compute`` makes of a prompt, remembered under a name and the prompt's tokens."""

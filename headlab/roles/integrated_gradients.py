@@ -20,10 +20,9 @@ head that carries as much without choosing owes nothing to where it looks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -31,6 +30,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from headlab.attention import keep
+from headlab.causal.gradients import mean_slopes, shares
 
 if TYPE_CHECKING:
     from headlab.model import Model
@@ -67,25 +67,21 @@ def head_attributions(
     spec = model.spec
     ends = torch.tensor([list(clean), list(corrupted)], device=model.device)
     two = model.trace(ends, keep=keep.tensors("z", "v", "pattern"), logits="none")
-    with torch.no_grad():
-        first, last = model.module.get_input_embeddings()(ends).flip(0)
-    share = torch.arange(1, steps + 1, device=first.device).to(first)[:, None, None] / steps
-    path = (first + share * (last - first)).detach().requires_grad_()
-    with embeddings_replaced(model, path):
-        run = model.trace(
-            ends[:1].expand(steps, -1), keep=keep.tensors("z"), logits="last", grad=True
-        )
-    assert run.logits is not None
-    inner = [run.tensor("z", layer) for layer in range(spec.n_layers)]
-    gradients = torch.autograd.grad(metric(run.logits[:, -1].float()).sum(), inner)
+    slopes = mean_slopes(
+        model,
+        ends[:1],
+        ends[1:],
+        lambda logits, rows: metric(logits[:, -1].float()),
+        ["z"],
+        shares(steps, "right"),
+    )["z"]
     blank = np.full((spec.n_layers, spec.n_heads, len(clean)), np.nan)
     own, even = blank, blank.copy()
-    for layer, gradient in enumerate(gradients):
-        slope = gradient.float().mean(0)
+    for layer, (slope,) in slopes.items():
         mixed = _even(two.tensor("pattern", layer), two.tensor("v", layer))
         for found, z in ((own, two.tensor("z", layer)), (even, mixed)):
             change = z[0].float() - z[1].float()
-            part = torch.einsum("phd,phd->hp", change, slope).cpu().numpy()
+            part = torch.einsum("phd,phd->hp", change, slope.float()).cpu().numpy()
             found[layer, : len(part)] = part
     return Attributions(own, even)
 
@@ -104,19 +100,3 @@ def _even(
     rows[..., 0] = pattern[..., 0].float()
     values = v.float().repeat_interleave(pattern.shape[1] // v.shape[2], 2)
     return torch.einsum("bhqk,bkhd->bqhd", rows, values)
-
-
-@contextmanager
-def embeddings_replaced(
-    model: Model, embeddings: Float[Tensor, "batch position d"]
-) -> Iterator[None]:
-    """While the block lasts, token ids are embedded as these vectors, whatever they are."""
-
-    def hook(module: Any, arguments: Any, output: Tensor) -> Tensor:
-        return embeddings.to(output)
-
-    handle = model.module.get_input_embeddings().register_forward_hook(hook)
-    try:
-        yield
-    finally:
-        handle.remove()

@@ -19,6 +19,7 @@ from headlab.tasks.needles import (
     needle_trials,
     prompt_trial,
 )
+from headlab.tasks.pairs import PAIR_SCHEMA, PromptPairs, given_pairs, ioi_pairs
 from headlab.tasks.prose import data_folder, prose, prose_windows
 from headlab.tasks.random_tokens import (
     TOKENS_SCHEMA,
@@ -57,6 +58,7 @@ __all__ = [
     "LIST_SCHEMA",
     "MIN_LIST",
     "NEEDLES",
+    "PAIR_SCHEMA",
     "SEQUENCE_SCHEMA",
     "SPAN_SCHEMA",
     "TOKENS_SCHEMA",
@@ -70,6 +72,7 @@ __all__ = [
     "NeedleTrial",
     "OrderedTokens",
     "ParsedSentence",
+    "PromptPairs",
     "RecordError",
     "RecordsLike",
     "RepeatedList",
@@ -88,8 +91,10 @@ __all__ = [
     "facts_of_records",
     "fuzzy_tokens",
     "given_lists",
+    "given_pairs",
     "given_tokens",
     "invariant_pairs",
+    "ioi_pairs",
     "ioi_prompts",
     "needle_trials",
     "ordered_tokens",

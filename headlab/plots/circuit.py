@@ -1,0 +1,155 @@
+"""A circuit as a layered graph: the embedding at the bottom, the logits at the top, heads across."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import plotly.graph_objects as go
+
+from headlab.errors import PlanError
+from headlab.plots import style
+
+if TYPE_CHECKING:
+    from headlab.causal.circuit import Circuit
+
+#: More edges than this are a tangle that says nothing.
+MOST_EDGES = 500
+BROWN = style.DIVERGING[0][1]
+_DASHES = {"q": "solid", "k": "dash", "v": "dot", "": "solid"}
+_WIDTHS = (1.0, 2.0, 3.5)
+#: How far an edge bends aside, in heads per layer it crosses, and how many straight pieces draw it.
+_BEND, _STEPS = 0.07, 12
+
+
+def head_graph(circuit: Circuit, *, title: str | None = None) -> go.Figure:
+    """Nodes and edges of a circuit; layers go up, heads across, MLPs to the right.
+
+    Edges are blue where they raise the metric and brown where they lower it, the wider the larger their score, and
+    dashed where they end at a head's k, dotted at its v. A circuit of heads has no edges; its heads are coloured by
+    their score. Point at a node or at the middle of an edge for its score.
+
+    Args:
+        circuit: The circuit, of 500 edges at most: take ``circuit.top(100, "absolute").without_dead_ends()``.
+        title: Title of the figure.
+
+    Raises:
+        PlanError: The circuit is empty or has too many edges.
+    """
+    if not len(circuit):
+        raise PlanError("the circuit is empty, so there is nothing to draw; take more with top(n)")
+    if circuit.kind == "edges" and len(circuit) > MOST_EDGES:
+        raise PlanError(
+            f"the circuit has {len(circuit)} edges, and a graph of more than {MOST_EDGES} says nothing; draw "
+            "circuit.top(100, 'absolute').without_dead_ends()"
+        )
+    figure = go.Figure()
+    places = {name: _place(name, circuit) for name in circuit.nodes}
+    if circuit.kind == "edges":
+        _add_edges(figure, circuit, places)
+    _add_nodes(figure, circuit, places)
+    layers = sorted({int(y) for _, y in places.values() if 0 <= y < len(circuit.n_heads)})
+    figure.update_xaxes(visible=False)
+    figure.update_yaxes(
+        tickvals=layers, ticktext=[f"L{layer}" for layer in layers], showgrid=False, zeroline=False
+    )
+    if title is None:
+        said = [part for part in (circuit.model, circuit.method, circuit.metric) if part]
+        title = f"{len(circuit)} {circuit.kind} · " + " · ".join(said)
+    rows = max(y for _, y in places.values()) - min(y for _, y in places.values())
+    height = int(min(1600, 260 + 60 * rows))
+    return style.dressed(figure, style.shown(title, 200), 900, height)
+
+
+def _place(name: str, circuit: Circuit) -> tuple[float, float]:
+    """Where a node stands: x counts heads, y layers."""
+    widest = max(circuit.n_heads)
+    if name == "embed":
+        return (widest - 1) / 2, -1.0
+    if name == "logits":
+        return (widest - 1) / 2, float(len(circuit.n_heads))
+    if name.startswith("mlp"):
+        return float(widest), int(name[3:]) + (0.0 if circuit.parallel else 0.4)
+    layer, head = name[1:].split("H")
+    return float(head), float(layer)
+
+
+def _add_edges(figure: go.Figure, circuit: Circuit, places: dict[str, tuple[float, float]]) -> None:
+    largest = max(abs(score) for score in circuit.edges.values()) or 1.0
+    # One trace for all edges that look alike: a trace each would take the browser seconds.
+    alike: dict[tuple[bool, str, float], tuple[list[float | None], list[float | None]]] = {}
+    middles: list[tuple[float, float, str]] = []
+    for edge, score in circuit.edges.items():
+        (x0, y0), (x1, y1) = places[edge.source], places[edge.target]
+        # Bent to one side, so that an edge along a column does not run through the nodes between.
+        bend = _BEND * (y1 - y0)
+        width = _WIDTHS[min(2, int(3 * abs(score) / largest))]
+        xs, ys = alike.setdefault((score >= 0, _DASHES[edge.input], width), ([], []))
+        steps = [at / _STEPS for at in range(_STEPS + 1)]
+        xs.extend([*(x0 + t * (x1 - x0) + 4 * t * (1 - t) * bend for t in steps), None])
+        ys.extend([*(y0 + t * (y1 - y0) for t in steps), None])
+        middles.append(((x0 + x1) / 2 + bend, (y0 + y1) / 2, f"{edge}<br>score {score:.4g}"))
+    for (positive, dash, width), (xs, ys) in alike.items():
+        figure.add_trace(
+            go.Scatter(
+                x=xs,
+                y=ys,
+                mode="lines",
+                name="raises the metric" if positive else "lowers the metric",
+                line={
+                    "color": style.BLUE if positive else BROWN,
+                    "width": width,
+                    "dash": dash,
+                },
+                opacity=0.7,
+                hoverinfo="skip",
+            )
+        )
+    figure.add_trace(
+        go.Scatter(
+            x=[x for x, _, _ in middles],
+            y=[y for _, y, _ in middles],
+            text=[text for _, _, text in middles],
+            hovertemplate="%{text}<extra></extra>",
+            mode="markers",
+            name="edges",
+            marker={"size": 8, "opacity": 0},
+        )
+    )
+
+
+def _add_nodes(figure: go.Figure, circuit: Circuit, places: dict[str, tuple[float, float]]) -> None:
+    names = list(places)
+    marker: dict[str, object] = {
+        "size": 26,
+        "color": "#ffffff",
+        "line": {"width": 1.5, "color": style.INK},
+    }
+    hover = list(names)
+    if circuit.kind == "heads":
+        scores = [float(circuit.scores[name]) for name in names]
+        limit = max(abs(score) for score in scores) or 1.0
+        marker |= {
+            "color": scores,
+            "colorscale": style.DIVERGING,
+            "cmin": -limit,
+            "cmax": limit,
+            "colorbar": {"title": {"text": "score"}, "thickness": 12, "outlinewidth": 0},
+        }
+        hover = [f"{name}<br>score {score:.4g}" for name, score in zip(names, scores, strict=True)]
+    figure.add_trace(
+        go.Scatter(
+            x=[places[name][0] for name in names],
+            y=[places[name][1] for name in names],
+            mode="markers+text",
+            name="nodes",
+            text=names,
+            textposition="top center",
+            textfont={"size": 10, "color": style.INK},
+            hovertext=hover,
+            hovertemplate="%{hovertext}<extra></extra>",
+            marker=marker,
+        )
+    )
+
+
+__all__ = ["MOST_EDGES", "head_graph"]
