@@ -2,11 +2,12 @@
 
 IOI prompts on the model at hand: heads scored by EAP-IG, AtP and AtP* beside what patching each head really does
 (corrupted z into the clean run), and circuits of the best edges run exactly, with MIB's CMD (area under |1 − f|). The
-paper's own figures, on greater-than, are in greater_than.py.
+paper's own figures, on greater-than, are in greater_than.py. AtP* has magnitudes only, so its ρ is of sizes.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -34,21 +35,22 @@ SIZES = (0.01, 0.05, 0.2, 0.5, 1.0)
 def of_heads(given: tuple[Any, ...]) -> list[Figure]:
     """Rank correlations of estimates with exact patching over all heads."""
     found = []
+    fixed = partial(atp_star, grad_drop=False)
     for site, ways in {
-        "z": {"EAP-IG (5)": eap_ig_heads, "AtP": atp, "AtP*": atp_star},
-        "q": {"AtP": atp, "AtP*": atp_star},
-        "k": {"AtP": atp, "AtP*": atp_star},
+        "z": {"EAP-IG (5)": eap_ig_heads, "AtP": atp},
+        "q": {"AtP": atp, "AtP with QK fix": fixed, "AtP*": atp_star},
+        "k": {"AtP": atp, "AtP with QK fix": fixed},
     }.items():
         exactly = patch_each(*given, site=site, direction="noising").frame["effect"].to_numpy()
         for name, way in ways.items():
             options = {} if way is eap_ig_heads else {"site": site, "direction": "noising"}
             guess = way(*given, **options).frame["effect"].to_numpy()  # type: ignore[operator]
-            size = np.abs(exactly) if way is atp_star else exactly
+            signed = spearmanr(guess, exactly)[0] if way is not atp_star else None
+            size = spearmanr(np.abs(guess), np.abs(exactly))[0]
             best = [set(np.argsort(-np.abs(x))[:10]) for x in (guess, exactly)]
-            note = f"{len(best[0] & best[1])} of the 10 largest in common"
-            note += "; AtP* has no sign: |effect|" if way is atp_star else ""
+            note = f"of sizes {size:.2f}; {len(best[0] & best[1])} of the 10 largest in common"
             what = f"IOI, heads at {site}: {name} against exact patching, Spearman's ρ"
-            found.append(Figure(what, float(spearmanr(guess, size)[0]), note=note))
+            found.append(Figure(what, float(size if signed is None else signed), note=note))
     return found
 
 

@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 import torch
 from exact_models import exact, linear_after_attention, token_pairs
+from real_model import smollm2
+from scipy.stats import spearmanr
 from test_eap import planted_induction
 from tiny_models import build
 from torch import Tensor
@@ -17,6 +19,7 @@ from headlab.causal import metrics
 from headlab.causal.atp import atp, atp_star
 from headlab.causal.patching import patch_each
 from headlab.errors import PlanError, PromptError, UnsupportedError
+from headlab.tasks import ioi_prompts
 
 METRIC = metrics.logit_difference(5, 7)
 ONE_LAYER = {"num_hidden_layers": 1}
@@ -250,6 +253,20 @@ def test_pairs_of_unequal_length_align_at_the_end() -> None:
     np.testing.assert_allclose(estimated(effects), estimated(exactly), rtol=1e-6, atol=1e-9)
     with pytest.raises(PromptError, match="align='end'"):
         atp(model, clean, corrupted, METRIC)
+
+
+@pytest.mark.slow
+def test_a_real_model_ranks_heads_as_exact_patching_does() -> None:
+    model = smollm2()
+    drawn = ioi_prompts(model.tokenizer, 3, 0, model.bos)
+    sides = [list(p.ids) for p in drawn], [list(p.corrupted) for p in drawn]
+    metric = metrics.logit_difference([p.io for p in drawn], [p.subject for p in drawn])
+    layers = (17, 20, 23, 29)
+    options: dict[str, Any] = {"direction": "noising"}
+    effects = atp(model, *sides, metric, **options).map()[layers, :]
+    heads = ", ".join(f"{layer}.*" for layer in layers)
+    exactly = patch_each(model, *sides, metric, heads=heads, **options).map()[layers, :]
+    assert spearmanr(effects.ravel(), exactly.ravel())[0] > 0.8
 
 
 def test_what_cannot_be_done_is_explained() -> None:

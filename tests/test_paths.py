@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from real_model import smollm2
 from tiny_models import VOCAB_SIZE, build
 
 import headlab as hl
@@ -286,3 +287,27 @@ def test_a_receiver_in_a_parallel_block_reads_no_head_of_its_block(lab: Callable
     with pytest.raises(PlanError, match="no path from L1H0 to mlp1"):
         path_patch(lab("gpt_neox"), clean, corrupted, metric(), "L1H0", "mlp1")
     path_patch(lab("llama"), clean, corrupted, metric(), "L1H0", "mlp1")
+
+
+@pytest.mark.slow
+def test_on_smollm2_one_head_carries_most_of_indirect_object_identification():
+    model = smollm2()
+    drawn = hl.tasks.ioi_prompts(model.tokenizer, 40, 0)
+    same = [prompt for prompt in drawn if len(prompt.ids) == 18][:6]
+    clean, corrupted = (
+        torch.tensor([getattr(p, side) for p in same]) for side in ("ids", "corrupted")
+    )
+    names = metrics.logit_difference([p.io for p in same], [p.subject for p in same])
+    found = path_patch(model, clean, corrupted, names, "20.*, 23.*, 24.*")
+    assert str(hl.Head(*found.top(1)[["layer", "head"]].iloc[0])) == "L23H3"
+    drop = (found.clean - found.corrupted).mean()
+    assert found.frame["effect"].min() < -0.4 * drop
+    keep = hl.keep.tensors("z")
+    a, b = (model.trace(ids, keep, logits="none") for ids in (corrupted, clean))
+    with model.edit(
+        hl.patch("*.*", "z", source=b), hl.patch("L23H3", "z", source=a, positions=[-1])
+    ):
+        logits = model.trace(clean, logits="last").logits
+    exact = names.bind(model, clean)(logits, torch.arange(6))
+    at = int(found.frame.index[(found.frame["layer"] == 23) & (found.frame["head"] == 3)][0])
+    np.testing.assert_allclose(found.values[at], exact.numpy(), atol=1e-3)

@@ -9,6 +9,7 @@ twice, and :class:`Effects` is the table that sweeps give.
 
 from headlab.causal import metrics
 from headlab.causal.ablation import ablate_each
+from headlab.causal.acdc import acdc
 from headlab.causal.atp import atp, atp_star
 from headlab.causal.checkpoints import over_checkpoints
 from headlab.causal.circuit import Circuit
@@ -62,6 +63,7 @@ __all__ = [
     "SourceAttribution",
     "Sweep",
     "ablate_each",
+    "acdc",
     "atp",
     "atp_star",
     "attention_flow",

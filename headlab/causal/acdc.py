@@ -20,7 +20,7 @@ from torch import Tensor
 
 from headlab.causal.circuit import Circuit
 from headlab.causal.edges import EdgeRuns
-from headlab.causal.graph import LOGITS, Edge
+from headlab.causal.graph import LOGITS, Edge, EdgeLike
 from headlab.causal.metrics import Metric, as_metric, kl
 from headlab.errors import PlanError
 
@@ -69,7 +69,7 @@ def acdc(
     sign = -1.0 if measured.higher_is_better else 1.0
     graph = runs.graph
     kept = graph.full.clone()
-    scores: dict[Edge, float] = {}
+    scores: dict[EdgeLike, float] = {}
     now = sign * float(runs.run_masks(kept[None])[0].mean())
     for row in reversed(range(len(graph.inputs))):
         node, letter = graph.inputs[row]
@@ -95,4 +95,4 @@ def acdc(
         tell(f"{node}{f'.{letter}' if letter else ''}: {len(scores)} edges kept so far")
     name = f"{measured.name}, tau {tau:g}"
     parallel = graph.n_upstream[graph.row("mlp0")] == graph.n_upstream[0]
-    return Circuit.of_edges(model, dict(scores), parallel=parallel, metric=name, method="ACDC")
+    return Circuit.of_edges(model, scores, parallel=parallel, metric=name, method="ACDC")

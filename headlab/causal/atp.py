@@ -29,7 +29,6 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import numpy as np
 import torch
-from jaxtyping import Float
 from torch import Tensor
 
 from headlab.attention import edits as editing
@@ -39,6 +38,7 @@ from headlab.causal.effects import Effects, effects_of
 from headlab.causal.gradients import BySite, record, wide
 from headlab.causal.metrics import BoundMetric, Metric, as_metric
 from headlab.causal.pairs import Align, Pairs, pairs
+from headlab.causal.qk_fix import key_terms
 from headlab.errors import PlanError, UnsupportedError
 
 if TYPE_CHECKING:
@@ -49,8 +49,6 @@ By: TypeAlias = Literal["head", "head_position"]
 Direction: TypeAlias = Literal["denoising", "noising"]
 AtpSite: TypeAlias = Literal["z", "q", "k", "v"]
 AnyMetric: TypeAlias = "Metric | Callable[[Tensor, Tensor], Tensor]"
-#: e to this is still a float64.
-_LARGE = 700.0
 #: Estimates by layer, [prompt, position, head].
 ByLayer: TypeAlias = "dict[int, Tensor]"
 
@@ -213,7 +211,7 @@ class _Run:
                 rows += list(value[:, :, head].T.numpy())
         baseline = self.clean if self.direction == "noising" else self.corrupted
         about = {
-            "method": method.name,
+            "did": method.name,
             "metric": self.metric.name,
             "model": self.model.name,
             "direction": self.direction,
@@ -348,45 +346,7 @@ class _Batch:
         sites: list[Site] = ["scores"] if self.method.by_key else []
         return found | record(self.model, self.ids, sites, edits=edits).values
 
-    def _key_terms(
-        self, layer: int, scores: Float[Tensor, "prompt head query key"]
-    ) -> Callable[[Tensor], Float[Tensor, "prompt key head"]]:
-        """What each key, patched by itself, moves: only its own column of the scores changes.
-
-        With weight a = A[p, t] before and a' after, all else in row p keeps its proportions, so the row moves the
-        metric by (a' − a)·(g[p, t] − m), where g = ∂metric / ∂A = ⟨∂metric / ∂z, v⟩ and m is the mean of g over the
-        rest of the row; a sink has g = 0.
-        """
-        ours, v = exactly(self.ours["scores"][layer]), exactly(self.ours["v"][layer])
-        hidden = ours == -torch.inf
-        best, top = ours.max(-1, keepdim=True)
-        if self.model.spec.layers[
-            layer
-        ].sinks:  # of the whole row, from what is left for its best key
-            log_sum = best - exactly(self.ours["pattern"][layer]).gather(-1, top).log()
-        else:
-            log_sum = ours.logsumexp(-1, keepdim=True)
-        a = torch.where(hidden, 0.0, (ours - log_sum).exp())
-        after = (exactly(scores) - log_sum).clamp(max=_LARGE).exp()
-        # 1 − a says nothing where a key has all but everything; that can only be the best one.
-        is_best = torch.zeros_like(hidden).scatter(-1, top, True)
-        sink = (1 - a.sum(-1, keepdim=True)).clamp(min=0.0)
-        others = torch.where(is_best, 0.0, a)
-        rest = torch.where(is_best, others.sum(-1, keepdim=True) + sink, 1 - a)
-        moved = after / (rest + after) - a
-        counts = ~hidden & (rest > 0) & self.real.to(a.device)[:, None]
-
-        def terms(slope: Tensor) -> Tensor:
-            g = torch.einsum("bphd,bthd->bhpt", exactly(slope), v)
-            weighed = a * g
-            left = weighed.sum(-1, keepdim=True) - weighed
-            left = torch.where(is_best, (others * g).sum(-1, keepdim=True), left)
-            found = torch.where(counts, moved * (g - left / rest), 0.0)
-            return found.sum(2).transpose(1, 2)
-
-        return terms
-
-
-def exactly(x: Tensor) -> Tensor:
-    """In float64, where there is one."""
-    return (x.cpu() if x.device.type == "mps" else x).double()
+    def _key_terms(self, layer: int, scores: Tensor) -> Callable[[Tensor], Tensor]:
+        ours = {name: self.ours[name][layer] for name in ("scores", "v", "pattern")}
+        sinks = ours["pattern"] if self.model.spec.layers[layer].sinks else None
+        return key_terms(ours["scores"], scores, ours["v"], self.real, sinks)

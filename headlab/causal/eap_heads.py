@@ -100,7 +100,7 @@ def eap_ig_heads(
         values += list(of_layer.T)
     before, after = (value.numpy() for value in ends)
     about = {
-        "method": f"{paths.name}, heads",
+        "did": f"{paths.name}, heads",
         "metric": bound.name,
         "model": model.name,
         "direction": "noising",

@@ -37,8 +37,8 @@ from headlab.shards import Arrays, Remember, Shards, forget
 if TYPE_CHECKING:
     from headlab.model import Model
 
-#: Tokens of a forward pass: more are no faster on a CPU, and caches overflow.
-_CPU_TOKENS, _GPU_TOKENS = 2048, 1 << 16
+#: Tokens of a forward pass: more are slower on a CPU, where they no longer fit its caches.
+_CPU_TOKENS, _GPU_TOKENS = 512, 1 << 16
 #: Share of the free memory that one forward pass may take.
 _SHARE = 0.25
 #: Variants that begin at different blocks share a forward pass while they fill less than 1/_FEW of one.
