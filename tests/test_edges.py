@@ -301,7 +301,7 @@ def test_mistakes_are_told_in_a_sentence(lab: Callable[..., hl.Model]):
     clean, corrupted = prompts()
     with pytest.raises(UnsupportedError, match="no decoder-only model"):
         EdgeRuns(lab("t5"), clean, corrupted, metric())
-    with pytest.raises(PromptError, match="10 tokens and its corrupted partner 9"):
+    with pytest.raises(PromptError, match="10 tokens and its corrupted one 9"):
         EdgeRuns(lab("llama"), clean, corrupted[:, :9], metric())
     runs = EdgeRuns(lab("llama"), clean, corrupted, metric())
     for edge, said in (

@@ -205,7 +205,7 @@ def test_effects_become_circuits_of_heads(lab):
 
 
 def test_patched_runs_need_pairs(lab):
-    with pytest.raises(PromptError, match="7 tokens and its corrupted partner 6"):
+    with pytest.raises(PromptError, match="7 tokens and its corrupted one 6"):
         HeadRuns(lab("llama"), CLEAN, CORRUPTED[:, :6], METRIC)
     with pytest.raises(PlanError, match="needs corrupted= prompts"):
         HeadRuns(lab("llama"), CLEAN, None, METRIC)

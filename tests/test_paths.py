@@ -231,12 +231,13 @@ def test_patching_a_run_into_itself_changes_nothing_and_leaves_the_model_alone()
     module = build("llama").double()
     twin = build("llama").double()
     model = hl.load(module)
-    clean, _ = prompts()
+    clean, other = prompts()
+    corrupted = torch.cat([other[:1], clean[1:]])  # all pairs but the first are of one prompt twice
     for receivers in ("logits", "1.*:qkv", "mlp1"):
-        found = path_patch(model, clean, clean, metric(), receivers=receivers)
-        np.testing.assert_allclose(
-            found.values, np.tile(found.baseline, (len(found.values), 1)), atol=1e-6
-        )
+        found = path_patch(model, clean, corrupted, metric(), receivers=receivers)
+        change = np.abs(found.values - found.baseline)
+        assert change[:, 0].max() > 1e-3
+        assert change[:, 1:].max() < 1e-6
     assert torch.equal(module(clean).logits, twin(clean).logits)
     assert all("forward" not in vars(part) for part in module.modules())
 
@@ -272,7 +273,7 @@ def test_prompts_that_do_not_match_and_models_without_paths_are_refused(
     lab: Callable[..., hl.Model],
 ):
     clean, corrupted = prompts()
-    with pytest.raises(PromptError, match="10 tokens and its corrupted partner 9"):
+    with pytest.raises(PromptError, match="10 tokens and its corrupted one 9"):
         path_patch(lab("llama"), clean, corrupted[:, :9], metric())
     with pytest.raises(PromptError, match="3 clean and 2 corrupted"):
         path_patch(lab("llama"), clean, corrupted[:2], metric())

@@ -267,7 +267,7 @@ class _Batch:
         sites += ["attn_out", "mlp_out"] if method.grad_drop else []
         metric: BoundMetric = self.run.metric
         run = record(self.model, self.ids, sites, metric.needs, grad=True)
-        total = gradients.metric_of(metric, run.logits, self.prompts).sum()
+        total = run.metric(metric, self.prompts).sum()
         self.ours = {
             name: {layer: value.detach() for layer, value in layers.items()}
             for name, layers in run.values.items()

@@ -329,7 +329,7 @@ class _Batch:
             self.model, ids, sites, metric.needs, edits=edits, embeddings=embeddings, grad=True
         )
         rows = self.prompts.repeat(len(self.paths.at))
-        total = gradients.metric_of(metric, run.logits, rows).sum()
+        total = run.metric(metric, rows).sum()
         return run, run.slopes(total, keep_graph=True)
 
     def scores(

@@ -10,7 +10,6 @@ here are heads only.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,7 +20,7 @@ from headlab.attention import edits as editing
 from headlab.causal import gradients
 from headlab.causal.eap import Kind, Paths, paths_of
 from headlab.causal.effects import Effects, effects_of
-from headlab.causal.gradients import Points, between, mean_slopes, metric_of, record, wide
+from headlab.causal.gradients import Points, between, mean_slopes, record, wide
 from headlab.causal.metrics import BoundMetric, Metric, as_metric
 from headlab.causal.pairs import pairs
 from headlab.errors import UnsupportedError
@@ -85,7 +84,7 @@ def eap_ig_heads(
             slopes = _moving_z(model, two[1], bound, rows, paths, first, last)
         else:
             slopes = mean_slopes(
-                model, two[1], two[0], partial(metric_of, bound), ["z"], paths.at, bound.needs, rows
+                model, two[1], two[0], bound.checked, ["z"], paths.at, bound.needs, rows
             )["z"]
         real = (two[1] >= 0)[:, :, None]
         for layer, slope in slopes.items():
@@ -126,7 +125,7 @@ def _moving_z(
         edit = editing.apply(f"{layer}.*", lambda x, where, value=value: value, "z")  # type: ignore[misc]
         many = ids.repeat(n, 1)
         run = record(model, many, {"z": [layer]}, metric.needs, edits=[edit], grad=True)
-        total = metric_of(metric, run.logits, rows.repeat(n)).sum()
+        total = run.metric(metric, rows.repeat(n)).sum()
         slope = run.slopes(total)["z"][layer]
         found[layer] = wide(slope).unflatten(0, (n, -1)).mean(0)
     return found

@@ -23,9 +23,10 @@ from torch import Tensor
 
 from headlab.causal.agreement import check_decoder, tolerance
 from headlab.causal.graph import Edge, EdgeLike, Graph
-from headlab.causal.metrics import Metric
+from headlab.causal.metrics import Metric, as_metric
+from headlab.causal.pairs import pairs
 from headlab.causal.parts import Parts, Run, mixed
-from headlab.causal.prompt_groups import Group, Measure, equal_lengths, groups
+from headlab.causal.prompt_groups import Group, groups
 from headlab.errors import PlanError, UnsupportedError
 
 if TYPE_CHECKING:
@@ -86,8 +87,8 @@ class EdgeRuns:
                     "hl.causal.path_patch, which needs no such sum"
                 )
         self.model, self._tell = model, tell
-        ids, other = equal_lengths(model, clean, corrupted)
-        self._measure = Measure(metric, model, ids)
+        both = pairs(model, clean, corrupted)
+        self._metric = as_metric(metric).bind(model, both.clean)
         n_sources = 1 + sum(facts.n_heads + 1 for facts in model.spec.layers)
         self._wide = torch.promote_types(model.dtype, torch.float32)
         per_token = n_sources * model.spec.d_model * self._wide.itemsize
@@ -97,11 +98,12 @@ class EdgeRuns:
                 f"tokens_at_once={tokens_at_once!r} must be a whole number of at least 1"
             )
         self._prepared: list[_Prepared] = []
-        for group in groups(ids, other, self._tokens):
-            parts = Parts(model, group.clean, group.start, self._measure.every_position)
+        for group in groups(both.clean, both.corrupted, self._tokens):
+            parts = Parts(model, group.clean, group.start, self._metric.needs == "all")
             with parts.open():
                 self._prepared.append(_Prepared(group, parts, parts.capture(group.corrupted)))
-        self._measure.refer_to([(one.group, one.parts.base.logits) for one in self._prepared])
+        runs = [(one.group.rows, one.parts.base.logits) for one in self._prepared]
+        self._metric = self._metric.with_reference(self._metric.gathered(runs))
         first = self._prepared[0]
         with first.parts.open():
             self.graph = Graph(model.spec, first.parts.parallel)
@@ -201,7 +203,8 @@ class EdgeRuns:
         values = np.empty((n_circuits, shape[0]))
         for circuit in range(n_circuits):
             x = stream(final, weights[circuit, row : row + 1], circuit)[0]
-            values[circuit] = self._measure(parts.logits(x.to(first.dtype), every), one.group.rows)
+            logits = parts.logits(x.to(first.dtype), every)
+            values[circuit] = self._metric.measure(logits, one.group.rows)
         return values
 
     def _attend(
@@ -240,9 +243,9 @@ class EdgeRuns:
     # -- checks ------------------------------------------------------------------------------------------------------
 
     def _of(self, logits: Callable[[_Prepared], Tensor]) -> Float[np.ndarray, " prompt"]:
-        values = np.empty(self._measure.n_prompts)
+        values = np.empty(len(self._metric.prompts))
         for one in self._prepared:
-            values[one.group.rows.numpy()] = self._measure(logits(one), one.group.rows)
+            values[one.group.rows.numpy()] = self._metric.measure(logits(one), one.group.rows)
         return values
 
     def _check(self) -> None:

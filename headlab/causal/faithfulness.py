@@ -22,7 +22,7 @@ from jaxtyping import Float
 
 from headlab.attention import Head, keep
 from headlab.causal.circuit import Circuit
-from headlab.causal.prompt_groups import equal_lengths
+from headlab.causal.pairs import pairs
 from headlab.causal.removal import Removal
 from headlab.causal.sweep import Sweep
 from headlab.errors import PlanError
@@ -96,8 +96,9 @@ class HeadRuns:
         if kind == "patch":
             if corrupted is None:
                 raise PlanError("kind='patch' needs corrupted= prompts to take values from")
-            clean, other = equal_lengths(model, clean, corrupted)
-            source = model.trace(other, keep=[keep.tensors("z")], logits="none")
+            both = pairs(model, clean, corrupted)
+            clean = both.clean
+            source = model.trace(both.corrupted, keep=[keep.tensors("z")], logits="none")
         self.model = model
         self._removal = Removal(model, kind, reference=reference, source=source)
         self._sweep = Sweep(model, clean, metric, out=out, about=self._removal.about, tell=tell)

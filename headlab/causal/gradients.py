@@ -44,6 +44,15 @@ class Recording:
     logits: Float[Tensor, "row position vocab"] | None
     values: BySite
 
+    def metric(self, metric: BoundMetric, rows: Int[Tensor, " row"]) -> Float[Tensor, " row"]:
+        """A metric of the run's rows, where ``rows`` names the prompt of each.
+
+        Raises:
+            PlanError: It is not finite.
+        """
+        assert self.logits is not None
+        return metric.checked(self.logits, rows)
+
     def slopes(self, total: Tensor, *, keep_graph: bool = False) -> BySite:
         """Gradient of a number at everything recorded; 0 at what it does not depend on."""
         sites = [site for site in self.values if site not in editing.ROW_SITES]
@@ -118,29 +127,6 @@ def _row_recorder(values: dict[int, Tensor]) -> Callable[[Tensor, Where], Tensor
     return operation
 
 
-def metric_of(
-    metric: BoundMetric, logits: Float[Tensor, "row position vocab"] | None, rows: Tensor
-) -> Float[Tensor, " row"]:
-    """The metric of a run's rows, where ``rows`` names the prompt of each.
-
-    Raises:
-        PlanError: It is not finite.
-    """
-    from headlab.causal.metrics import checked
-
-    assert logits is not None
-    rows = rows.to(logits.device)
-    return checked(metric(_padded(logits, metric), rows), rows, metric)
-
-
-def _padded(
-    logits: Float[Tensor, "row position vocab"], metric: BoundMetric
-) -> Float[Tensor, "row position vocab"]:
-    """Logits as wide as the metric takes them, where the longest prompts are not among those that ran."""
-    missing = metric.prompts.shape[1] - logits.shape[1] if metric.needs == "all" else 0
-    return torch.nn.functional.pad(logits, (0, 0, 0, missing)) if missing else logits
-
-
 def differentiable(metric: BoundMetric) -> BoundMetric:
     """The metric itself.
 
@@ -164,10 +150,10 @@ def measured(
         logits = model.trace(chosen(ids, rows), logits=metric.needs).logits
         assert logits is not None
         if metric.needs_reference and metric.reference is None:
-            kept.append(_padded(logits, metric))
+            kept.append((rows, logits))
         else:
-            values.append(metric_of(metric, logits, rows).cpu().double())
-    return torch.cat(values or [torch.empty(0)]), torch.cat(kept) if kept else None
+            values.append(torch.from_numpy(metric.measure(logits, rows)))
+    return torch.cat(values or [torch.empty(0)]), metric.gathered(kept) if kept else None
 
 
 def referred(

@@ -93,7 +93,7 @@ def head_importance(
         tell(f"importance: prompt {int(rows[0]) + 1} of {len(ids)}")
         some = gradients.chosen(ids, rows)
         run = record(model, some, ["z"], bound.needs, grad=True)
-        values = gradients.metric_of(bound, run.logits, rows)
+        values = run.metric(bound, rows)
         slopes = run.slopes(values.sum())["z"]
         real = (some >= 0)[:, :, None]
         for layer, slope in slopes.items():

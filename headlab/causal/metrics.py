@@ -11,10 +11,11 @@ is ever lowered in precision.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
+import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -77,7 +78,7 @@ class BoundMetric:
     Attributes:
         name: Its name in tables and on axes.
         needs: ``"last"``: it takes logits [row, 1, vocab] of the last position of each prompt; ``"all"``: it takes
-            logits [row, position, vocab] of every position of ``prompts``, anything beyond a prompt's end.
+            logits [row, position, vocab] of every position of the prompts that run, anything beyond a prompt's end.
         prompts: Token ids, [prompt, position], −1 beyond the end.
         compute: The computation.
         about: What its numbers depend on besides the prompts, fit for JSON.
@@ -105,17 +106,62 @@ class BoundMetric:
         Raises:
             PlanError: Logits and rows do not fit each other or the prompts, or a reference is missing.
         """
-        wanted = 1 if self.needs == "last" else self.prompts.shape[1]
-        if logits.dim() != 3 or logits.shape[1] != wanted or rows.shape != logits.shape[:1]:
+        wanted = self._width
+        fits = logits.dim() == 3 and (
+            logits.shape[1] == wanted if self.needs == "last" else logits.shape[1] <= wanted
+        )
+        if not fits or rows.shape != logits.shape[:1]:
             raise PlanError(
                 f"metric {self.name} takes logits [row, {wanted}, vocab] and rows [row], not "
                 f"{list(logits.shape)} and {list(rows.shape)}"
             )
+        if logits.shape[1] < wanted:  # none of the longest prompts is among the rows
+            logits = torch.nn.functional.pad(logits, (0, 0, 0, wanted - logits.shape[1]))
         if self.needs_reference and self.reference is None:
             raise PlanError(
                 f"metric {self.name} compares with a clean run; call with_reference(its logits) first"
             )
         return self.compute(logits, rows.to(logits.device), self.reference)
+
+    def checked(
+        self, logits: Float[Tensor, "row position vocab"], rows: Int[Tensor, " row"]
+    ) -> Float[Tensor, " row"]:
+        """The metric of each row.
+
+        Raises:
+            PlanError: One is not finite.
+        """
+        rows = rows.to(logits.device)
+        return checked(self(logits, rows), rows, self)
+
+    def measure(
+        self, logits: Float[Tensor, "row position vocab"], rows: Int[Tensor, " row"]
+    ) -> Float[np.ndarray, " row"]:
+        """The metric of each row as plain numbers.
+
+        Raises:
+            PlanError: One is not finite.
+        """
+        with torch.no_grad():
+            values = self.checked(logits, rows)
+        found: np.ndarray = values.double().cpu().numpy()
+        return found
+
+    @property
+    def _width(self) -> int:
+        return 1 if self.needs == "last" else self.prompts.shape[1]
+
+    def gathered(
+        self, runs: Iterable[tuple[Tensor, Tensor]]
+    ) -> Float[Tensor, "prompt position vocab"]:
+        """Logits of all prompts, 0 beyond their ends, from runs of some: (which prompts, their logits)."""
+        whole: Tensor | None = None
+        for rows, logits in runs:
+            if whole is None:
+                whole = logits.new_zeros(len(self.prompts), self._width, logits.shape[-1])
+            whole[rows.to(whole.device), : logits.shape[1]] = logits
+        assert whole is not None
+        return whole
 
     def with_reference(self, logits: Float[Tensor, "prompt position vocab"]) -> BoundMetric:
         """The metric against the clean run that gave these logits; itself where it needs no reference.
@@ -125,7 +171,7 @@ class BoundMetric:
         """
         if not self.needs_reference:
             return self
-        wanted = (len(self.prompts), 1 if self.needs == "last" else self.prompts.shape[1])
+        wanted = (len(self.prompts), self._width)
         if logits.dim() != 3 or tuple(logits.shape[:2]) != wanted:
             raise PlanError(
                 f"the reference of metric {self.name} must be logits {[*wanted, 'vocab']}, not "

@@ -107,8 +107,8 @@ def pairs(model: Model, clean: Prompt, corrupted: Prompt, align: Align | None = 
         at = unequal[0]
         raise PromptError(
             f"clean prompt {at} has {int(lengths[at])} tokens and its corrupted one {int(others[at])}"
-            f"{f' ({len(unequal) - 1} more pairs differ too)' if len(unequal) > 1 else ''}; patching puts values of "
-            "one run at the same positions of the other, so make them equally long, or pass align='end' to count "
+            f"{f' ({len(unequal) - 1} more pairs differ too)' if len(unequal) > 1 else ''}; values of one run go to "
+            "the same positions of the other, so make them equally long, or, in patch_each, pass align='end' to count "
             "positions from the last token (or align='start')"
         )
     if not unequal and torch.equal(ours, theirs):

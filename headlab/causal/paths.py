@@ -33,9 +33,10 @@ from headlab.attention.positions import resolve_positions
 from headlab.causal.agreement import check_decoder
 from headlab.causal.effects import Effects, effects_of
 from headlab.causal.graph import LOGITS
-from headlab.causal.metrics import Metric
+from headlab.causal.metrics import BoundMetric, Metric, as_metric
+from headlab.causal.pairs import pairs as prompt_pairs
 from headlab.causal.parts import Parts, Run
-from headlab.causal.prompt_groups import Group, Measure, equal_lengths, groups
+from headlab.causal.prompt_groups import Group, groups
 from headlab.causal.receivers import Receivers, read_receivers, read_senders
 from headlab.errors import PlanError
 from headlab.kernels import AttentionInputs
@@ -98,10 +99,11 @@ def path_patch(
     if tokens_at_once < 1:
         raise PlanError(f"tokens_at_once={tokens_at_once!r} must be a whole number of at least 1")
     check_decoder(model)
-    ids, other = equal_lengths(model, clean, corrupted)
-    measure = Measure(metric, model, ids)
+    both = prompt_pairs(model, clean, corrupted)
+    ids = both.clean
+    measure = as_metric(metric).bind(model, ids)
     to = read_receivers(receivers, model)
-    if positions is None and to.logits and not measure.every_position:
+    if positions is None and to.logits and measure.needs != "all":
         positions = [-1]  # nothing else reaches the logits that are read
     where = None
     if positions is not None:
@@ -110,11 +112,11 @@ def path_patch(
             raise PlanError(f"positions={positions!r} names a position twice")
     noising = direction == "noising"
     pairs: list[_Pairs] = []
-    for group in groups(ids, other, tokens_at_once):
+    for group in groups(ids, both.corrupted, tokens_at_once):
         ours, theirs = (group.clean, group.corrupted)[:: 1 if noising else -1]
         at = None if where is None else where[group.rows].to(ids.device)
         start = group.start if at is None else int(at.min())
-        parts = Parts(model, ours, start, measure.every_position)
+        parts = Parts(model, ours, start, measure.needs == "all")
         if at is None:
             length = group.clean.shape[1]
             at = torch.arange(parts.start, length, device=ids.device).expand(len(ours), -1)
@@ -123,7 +125,8 @@ def path_patch(
     chosen = read_senders(senders, to, model, pairs[0].parallel)
     base, source = ([run(one) for one in pairs] for run in (_Pairs.of_base, _Pairs.of_source))
     runs = (base, source)[:: 1 if noising else -1]
-    measure.refer_to(runs[0])
+    logits = [(group.rows, logits) for group, logits in runs[0]]
+    measure = measure.with_reference(measure.gathered(logits))
     metrics = [_measured(measure, run) for run in runs]
     values = np.empty((len(chosen), len(ids)))
     for one in pairs:
@@ -138,7 +141,7 @@ def path_patch(
     about = {
         "method": "path patching",
         "model": model.name,
-        "metric": measure.metric.name,
+        "metric": measure.name,
         "receivers": to.text,
         "freeze_mlps": freeze_mlps,
         "positions": None if where is None else where.tolist(),
@@ -172,11 +175,11 @@ class _Pairs:
 
 
 def _measured(
-    measure: Measure, runs: Sequence[tuple[Group, Tensor]]
+    measure: BoundMetric, runs: Sequence[tuple[Group, Tensor]]
 ) -> Float[np.ndarray, " prompt"]:
-    values = np.empty(measure.n_prompts)
+    values = np.empty(len(measure.prompts))
     for group, logits in runs:
-        values[group.rows.numpy()] = measure(logits, group.rows)
+        values[group.rows.numpy()] = measure.measure(logits, group.rows)
     return values
 
 
@@ -189,7 +192,7 @@ class _Patching:
         senders: Sequence[Head],
         to: Receivers,
         freeze_mlps: bool,
-        measure: Measure,
+        measure: BoundMetric,
     ) -> None:
         self.pairs, self.parts, self.to, self.measure = pairs, pairs.parts, to, measure
         self.senders, self.freeze = senders, freeze_mlps
@@ -296,7 +299,7 @@ class _Patching:
 
     def _measure(self, streams: Callable[[slice], Tensor]) -> Float[np.ndarray, "sender prompt"]:
         """The metric of final streams, some senders at a time: logits are wide."""
-        positions = self.pairs.parts.ids.shape[1] if self.measure.every_position else 1
+        positions = self.pairs.parts.ids.shape[1] if self.measure.needs == "all" else 1
         vocab = self.base.logits.shape[-1]
         each = self.n_prompts * positions * vocab * self.change.dtype.itemsize
         size = max(1, _LOGITS_BYTES // each)
@@ -305,6 +308,6 @@ class _Patching:
             some = slice(begin, min(begin + size, len(self.senders)))
             n = some.stop - some.start
             logits = self.parts.logits(streams(some), self.prompts.repeat(n))
-            values = self.measure(logits, self.pairs.group.rows.repeat(n))
+            values = self.measure.measure(logits, self.pairs.group.rows.repeat(n))
             found.append(values.reshape(n, self.n_prompts))
         return np.concatenate(found)

@@ -1,26 +1,14 @@
-"""Pairs of prompts sorted into groups of one length, and the metric measured group by group.
-
-Prompts of one length need no padding, so parts of a model can be run on them without masks of their own.
-"""
+"""Prompts sorted into groups of one length: they need no padding, and so no masks of their own."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-import numpy as np
-import torch
-from jaxtyping import Float, Int
+from jaxtyping import Int
 from torch import Tensor
 
-from headlab.causal.metrics import BoundMetric, Metric, as_metric, checked
-from headlab.errors import PromptError
 from headlab.prompts import lengths_of
-
-if TYPE_CHECKING:
-    from headlab.model import Model
-    from headlab.prompts import Prompt
 
 
 @dataclass(frozen=True)
@@ -57,84 +45,22 @@ def groups(clean: Tensor, corrupted: Tensor, tokens_at_once: int) -> list[Group]
         corrupted: Those of the partners, of the same lengths.
         tokens_at_once: Tokens of a group at most.
     """
-    lengths, found = lengths_of(clean), []
-    for length in sorted(set(lengths.tolist())):
-        members = (lengths == length).nonzero()[:, 0]
-        for rows in members.split(max(1, tokens_at_once // length)):
-            ours, theirs = clean[rows, :length], corrupted[rows, :length]
-            differs = (ours != theirs).any(0).nonzero()[:, 0]
-            start = int(differs[0]) if len(differs) else length - 1
-            found.append(Group(rows.cpu(), ours, theirs, start))
+    found = []
+    for rows in by_length(clean, tokens_at_once):
+        length = int((clean[rows[0]] >= 0).sum())
+        at = rows.to(clean.device)
+        ours, theirs = clean[at, :length], corrupted[at, :length]
+        differs = (ours != theirs).any(0).nonzero()[:, 0]
+        start = int(differs[0]) if len(differs) else length - 1
+        found.append(Group(rows, ours, theirs, start))
     return found
 
 
-def equal_lengths(model: Model, clean: Prompt, corrupted: Prompt) -> tuple[Tensor, Tensor]:
-    """Token ids of both sides.
-
-    Raises:
-        PromptError: They differ in number, or a pair in length.
-    """
-    ours, theirs = model.tokens(clean), model.tokens(corrupted)
-    if len(ours) != len(theirs):
-        raise PromptError(
-            f"there are {len(ours)} clean and {len(theirs)} corrupted prompts; give each clean prompt one partner"
-        )
-    n, m = lengths_of(ours), lengths_of(theirs)
-    if bool((n != m).any()):
-        at = int((n != m).nonzero()[0, 0])
-        raise PromptError(
-            f"clean prompt {at} has {int(n[at])} tokens and its corrupted partner {int(m[at])}; paths need pairs "
-            "that match token by token, so reword one of the two"
-        )
-    return ours, theirs
-
-
-class Measure:
-    """A metric, measured on rows that belong to prompts of one group at a time.
-
-    Args:
-        metric: What to measure.
-        model: The model.
-        clean: Token ids of the prompts, [prompt, position], −1 beyond a prompt's end.
-    """
-
-    def __init__(
-        self, metric: Metric | Callable[[Tensor, Tensor], Tensor], model: Model, clean: Tensor
-    ) -> None:
-        self.metric: BoundMetric = as_metric(metric).bind(model, clean)
-        self.n_prompts, self._width = clean.shape
-
-    @property
-    def every_position(self) -> bool:
-        """Whether the metric takes logits of every position, not only of the last."""
-        return self.metric.needs == "all"
-
-    def refer_to(
-        self, runs: Sequence[tuple[Group, Float[Tensor, "prompt position vocab"]]]
-    ) -> None:
-        """Give a metric that compares with the clean run the logits of that run, group by group."""
-        if not self.metric.needs_reference:
-            return
-        logits = runs[0][1]
-        width = self._width if self.every_position else 1
-        whole = logits.new_zeros(self.n_prompts, width, logits.shape[-1])
-        for group, values in runs:
-            whole[group.rows.to(whole.device), : values.shape[1]] = values
-        self.metric = self.metric.with_reference(whole)
-
-    def __call__(
-        self, logits: Float[Tensor, "row position vocab"], rows: Int[Tensor, " row"]
-    ) -> Float[np.ndarray, " row"]:
-        """The metric of each row; ``rows`` names its prompt among all prompts.
-
-        Raises:
-            PlanError: It is not finite for a prompt.
-        """
-        missing = self._width - logits.shape[1] if self.every_position else 0
-        if missing:
-            logits = torch.nn.functional.pad(logits, (0, 0, 0, missing))
-        rows = rows.to(logits.device)
-        found: np.ndarray = (
-            checked(self.metric(logits, rows), rows, self.metric).double().cpu().numpy()
-        )
-        return found
+def by_length(
+    ids: Int[Tensor, "prompt position"], tokens_at_once: int
+) -> Iterator[Int[Tensor, " prompt"]]:
+    """Which prompts run together: of one length, and no more tokens than this unless one prompt has them."""
+    lengths = lengths_of(ids)
+    for length in sorted(set(lengths.tolist())):
+        members = (lengths == length).nonzero()[:, 0].cpu()
+        yield from members.split(max(1, tokens_at_once // length))

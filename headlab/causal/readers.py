@@ -18,7 +18,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from headlab.attention.edits import Site
-from headlab.causal.gradients import BySite, Recording, metric_of, record, wide
+from headlab.causal.gradients import BySite, Recording, record, wide
 from headlab.errors import UnsupportedError
 
 if TYPE_CHECKING:
@@ -108,9 +108,7 @@ def stream_of(model: Model, ids: Int[Tensor, "row position"], metric: BoundMetri
     real = slice(0, int((ids[0] >= 0).sum()))
     sites = reading_sites(model) | {"z": range(spec.n_layers)}
     run = record(model, first, sites, metric.needs, grad=True)
-    slopes = run.slopes(
-        metric_of(metric, run.logits, torch.zeros(1, dtype=torch.long)).sum(), keep_graph=True
-    )
+    slopes = run.slopes(run.metric(metric, torch.zeros(1, dtype=torch.long)).sum(), keep_graph=True)
     parallel = {not _feeds(run, layer) for layer in range(spec.n_layers)}
     if len(parallel) > 1:
         raise UnsupportedError(

@@ -28,7 +28,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from headlab.attention.edits import Batch, BoundEdit, Edit
-from headlab.causal.metrics import BoundMetric, Metric, as_metric, checked
+from headlab.causal.metrics import BoundMetric, Metric, as_metric
+from headlab.causal.prompt_groups import by_length
 from headlab.errors import PlanError, UnsupportedError
 from headlab.models.blocks import stream_of
 from headlab.prompts import Prompt, lengths_of
@@ -120,25 +121,15 @@ class Sweep:
         if self.metric.needs_reference:
             source = self if self._against is None else self._against
             self.metric = self.metric.with_reference(source.logits)
-        values = torch.full((len(self.ids),), torch.nan, dtype=torch.float64)
+        values = np.empty(len(self.ids))
         for group in self._groups():
-            output = self.model.forward(self._group_ids(group), last=self._last, use_cache=False)
-            values[group] = self._measured(self._logits(output), group)
-        return values.numpy()
+            values[group.numpy()] = self.metric.measure(self._plain(group), group)
+        return values
 
     @property
     def logits(self) -> Float[Tensor, "prompt position vocab"]:
         """Logits of the unedited runs that the metric needs, 0 beyond a prompt's end."""
-        width = 1 if self._last else self.ids.shape[1]
-        found: Tensor | None = None
-        for group in self._groups():
-            output = self.model.forward(self._group_ids(group), last=self._last, use_cache=False)
-            logits = self._logits(output)
-            if found is None:
-                found = logits.new_zeros(len(self.ids), width, logits.shape[2])
-            found[group.to(found.device), : logits.shape[1]] = logits
-        assert found is not None
-        return found
+        return self.metric.gathered((group, self._plain(group)) for group in self._groups())
 
     def run(
         self, variants: Sequence[Sequence[Edit]], labels: Sequence[str] | None = None
@@ -179,10 +170,13 @@ class Sweep:
         return self.metric.needs == "last"
 
     def _groups(self) -> Iterator[Tensor]:
-        """Prompts of equal length, as many as one forward pass takes."""
-        for length in self.lengths.unique().tolist():
-            same = (self.lengths == length).nonzero()[:, 0].cpu()
-            yield from same.split(max(1, self._tokens // length))
+        return by_length(self.ids, self._tokens)
+
+    def _plain(self, group: Tensor) -> Tensor:
+        """Logits of an unedited run."""
+        return self._logits(
+            self.model.forward(self._group_ids(group), last=self._last, use_cache=False)
+        )
 
     def _group_ids(self, group: Tensor) -> Tensor:
         return self.ids[group.to(self.ids.device), : int(self.lengths[group[0]])]
@@ -227,8 +221,7 @@ class Sweep:
             source.append(self._clean_run(ids))
         clean = source[0]
         if block == len(self.model.blocks.modules):  # nothing is edited
-            values = self._measured(clean.logits, group).repeat(len(chunk))
-            return {"values": values.view(len(chunk), -1).numpy()}
+            return {"values": np.tile(self.metric.measure(clean.logits, group), (len(chunk), 1))}
         times = len(chunk)
         edits = [
             replace(edit, batch=Batch(at * len(group), group.to(ids.device), len(self.ids)))
@@ -246,8 +239,8 @@ class Sweep:
                 last=self._last,
                 **cached,
             )
-        values = self._measured(self._logits(output), group.repeat(times))
-        return {"values": values.view(times, -1).numpy()}
+        values = self.metric.measure(self._logits(output), group.repeat(times))
+        return {"values": values.reshape(times, -1)}
 
     def _clean_run(self, ids: Tensor) -> _Clean:
         """A clean run that keeps every block's output."""
@@ -291,15 +284,6 @@ class Sweep:
                 f"{self.model.name} has no language-model head, so it gives no logits to measure"
             )
         return logits[:, -1:] if self._last else logits
-
-    def _measured(self, logits: Tensor, rows: Tensor) -> Tensor:
-        """The metric of each row, on the CPU."""
-        missing = self.ids.shape[1] - logits.shape[1]
-        if not self._last and missing:
-            logits = torch.nn.functional.pad(logits, (0, 0, 0, missing))
-        with torch.no_grad():
-            values = self.metric(logits, rows.to(logits.device))
-        return checked(values.double().cpu(), rows, self.metric)
 
     def _key(self, group: Tensor, names: Sequence[str]) -> str:
         text = json.dumps([group.tolist(), names])
