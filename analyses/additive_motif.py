@@ -16,8 +16,8 @@ from common import Figure, is_model, main
 
 import headlab as hl
 from headlab.attention import Head
-from headlab.causal.direct import direct_logit_attribution
-from headlab.causal.sources import by_source
+from headlab.causal.attribution.direct import direct_logit_attribution
+from headlab.causal.attribution.sources import by_source
 from headlab.errors import PromptError
 from headlab.roles.base import Probing
 from headlab.tasks import temporal_facts

@@ -17,7 +17,7 @@ from scipy.stats import spearmanr
 
 import headlab as hl
 from headlab.attention import keep
-from headlab.causal.rollout import (
+from headlab.causal.attribution.rollout import (
     attention_flow,
     attention_rollout,
 )

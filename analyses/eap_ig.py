@@ -15,14 +15,14 @@ from common import Figure, is_model, main
 from scipy.stats import spearmanr
 
 import headlab as hl
-from headlab.causal.atp import atp, atp_star
-from headlab.causal.circuit import Circuit
-from headlab.causal.eap import eap, eap_ig
-from headlab.causal.eap_heads import eap_ig_heads
-from headlab.causal.edges import EdgeRuns
-from headlab.causal.faithfulness import faithfulness_curve
+from headlab.causal.attribution.atp import atp, atp_star
+from headlab.causal.attribution.eap import eap, eap_ig
+from headlab.causal.attribution.eap_heads import eap_ig_heads
+from headlab.causal.circuits.circuit import Circuit
+from headlab.causal.circuits.faithfulness import faithfulness_curve
 from headlab.causal.metrics import logit_difference
 from headlab.causal.patching import patch_each
+from headlab.causal.paths.edges import EdgeRuns
 from headlab.errors import PromptError, UnsupportedError
 from headlab.tasks import ioi_prompts
 

@@ -16,9 +16,9 @@ from common import Figure, is_model, main
 from torch import Tensor
 
 import headlab as hl
-from headlab.causal.circuit import Circuit
-from headlab.causal.eap import eap, eap_ig
-from headlab.causal.edges import EdgeRuns
+from headlab.causal.attribution.eap import eap, eap_ig
+from headlab.causal.circuits.circuit import Circuit
+from headlab.causal.paths.edges import EdgeRuns
 from headlab.errors import UnsupportedError
 
 GPT2 = "GPT-2 small"

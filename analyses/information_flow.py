@@ -12,7 +12,7 @@ from common import Figure, main
 
 import headlab as hl
 from headlab.attention import Head
-from headlab.causal.flow import information_flow
+from headlab.causal.attribution.flow import information_flow
 from headlab.errors import UnsupportedError
 from headlab.roles.base import Probing
 from headlab.tasks import prose, prose_windows

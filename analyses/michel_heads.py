@@ -13,9 +13,9 @@ from common import Figure, main
 from scipy.stats import spearmanr
 
 import headlab as hl
-from headlab.causal.importance import head_importance
+from headlab.causal.attribution.importance import head_importance
+from headlab.causal.head_sets.pruning import pruning_curve
 from headlab.causal.metrics import loss
-from headlab.causal.pruning import pruning_curve
 from headlab.tasks.prose import prose, prose_windows
 
 LENGTH, STEP = 64, 0.05

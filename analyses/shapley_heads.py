@@ -15,8 +15,8 @@ import torch
 from common import Figure, main
 
 import headlab as hl
+from headlab.causal.head_sets.shapley import Shapley, shapley_heads
 from headlab.causal.removal import Removal
-from headlab.causal.shapley import Shapley, shapley_heads
 from headlab.causal.sweep import Sweep
 from headlab.tasks import plain_tokens, repeated_tokens
 

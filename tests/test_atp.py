@@ -16,7 +16,7 @@ from torch import Tensor
 
 import headlab as hl
 from headlab.causal import metrics
-from headlab.causal.atp import atp, atp_star
+from headlab.causal.attribution.atp import atp, atp_star
 from headlab.causal.patching import patch_each
 from headlab.errors import PlanError, PromptError, UnsupportedError
 from headlab.tasks import ioi_prompts

@@ -10,8 +10,8 @@ import torch
 from tiny_models import build, tiny_tokenizer
 
 import headlab as hl
-from headlab.causal.checkpoints import over_checkpoints
-from headlab.causal.circuit import Circuit
+from headlab.causal.circuits.checkpoints import over_checkpoints
+from headlab.causal.circuits.circuit import Circuit
 from headlab.errors import PlanError, PromptError
 
 PROMPTS = torch.randint(4, 97, (2, 5), generator=torch.Generator().manual_seed(0))

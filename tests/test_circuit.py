@@ -12,9 +12,9 @@ import torch
 
 import headlab as hl
 from headlab.causal import metrics
-from headlab.causal.circuit import Circuit, count_edges
+from headlab.causal.circuits.circuit import Circuit, count_edges
+from headlab.causal.circuits.overlap import overlap
 from headlab.causal.graph import Edge, Graph
-from headlab.causal.overlap import overlap
 from headlab.errors import HeadError, OutputError, PlanError
 
 METRIC = metrics.logit_difference(20, 30)

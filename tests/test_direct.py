@@ -11,8 +11,8 @@ from torch import nn
 
 import headlab as hl
 from headlab import planted
-from headlab.causal.direct import direct_logit_attribution
-from headlab.causal.sources import SourceAttribution, by_source
+from headlab.causal.attribution.direct import direct_logit_attribution
+from headlab.causal.attribution.sources import SourceAttribution, by_source
 from headlab.errors import PlanError, PromptError, UnsupportedError
 from headlab.models.stream_norm import frozen
 

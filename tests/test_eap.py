@@ -18,7 +18,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 import headlab as hl
 from headlab import planted
 from headlab.causal import metrics
-from headlab.causal.eap import eap, eap_ig
+from headlab.causal.attribution.eap import eap, eap_ig
 from headlab.errors import PlanError, PromptError, UnsupportedError
 
 METRIC = metrics.logit_difference(5, 7)

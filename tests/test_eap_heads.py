@@ -10,7 +10,7 @@ from torch import Tensor
 
 import headlab as hl
 from headlab.causal import metrics
-from headlab.causal.eap_heads import eap_ig_heads
+from headlab.causal.attribution.eap_heads import eap_ig_heads
 from headlab.errors import UnsupportedError
 
 METRIC = metrics.logit_difference(5, 7)

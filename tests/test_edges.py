@@ -14,9 +14,9 @@ from torch import Tensor
 
 import headlab as hl
 from headlab.causal import metrics
-from headlab.causal.edges import EdgeRuns
 from headlab.causal.graph import Edge
-from headlab.causal.paths import path_patch
+from headlab.causal.paths.edges import EdgeRuns
+from headlab.causal.paths.path_patching import path_patch
 from headlab.errors import PlanError, PromptError, UnsupportedError
 
 #: Experts have no float64 kernels; several families norm in float32 whatever their type.

@@ -13,10 +13,10 @@ from fake_reports import HOSTILE
 
 from headlab import plots
 from headlab.causal import effects_of
-from headlab.causal.circuit import Circuit
-from headlab.causal.faithfulness import FaithfulnessCurve
+from headlab.causal.circuits.circuit import Circuit
+from headlab.causal.circuits.faithfulness import FaithfulnessCurve
 from headlab.causal.graph import Edge
-from headlab.causal.pruning import PruningCurve
+from headlab.causal.head_sets.pruning import PruningCurve
 from headlab.errors import PlanError
 
 

@@ -11,10 +11,10 @@ from tiny_models import build
 
 import headlab as hl
 from headlab.causal import metrics
-from headlab.causal.circuit import Circuit
-from headlab.causal.eap import eap
-from headlab.causal.edges import EdgeRuns
-from headlab.causal.faithfulness import HeadRuns, area, faithfulness, faithfulness_curve
+from headlab.causal.attribution.eap import eap
+from headlab.causal.circuits.circuit import Circuit
+from headlab.causal.circuits.faithfulness import HeadRuns, area, faithfulness, faithfulness_curve
+from headlab.causal.paths.edges import EdgeRuns
 from headlab.errors import PlanError, PromptError
 
 METRIC = metrics.logit_difference(20, 30)

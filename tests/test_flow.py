@@ -9,8 +9,14 @@ from tiny_models import build, tiny_tokenizer
 
 import headlab as hl
 from headlab import planted
-from headlab.causal import flow as flow_module
-from headlab.causal.flow import FLOOR, InformationFlow, Node, information_flow, proximity
+from headlab.causal.attribution import flow as flow_module
+from headlab.causal.attribution.flow import (
+    FLOOR,
+    InformationFlow,
+    Node,
+    information_flow,
+    proximity,
+)
 from headlab.errors import PlanError, PromptError, UnsupportedError
 
 SINGLE = ("gpt_oss", "deepseek_v3")  # their experts take no float64

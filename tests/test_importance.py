@@ -13,7 +13,7 @@ from torch import Tensor
 
 import headlab as hl
 from headlab.causal import metrics
-from headlab.causal.importance import head_importance
+from headlab.causal.attribution.importance import head_importance
 from headlab.errors import PlanError, UnsupportedError
 
 LENGTHS = (9, 6, 9)

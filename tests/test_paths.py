@@ -13,7 +13,7 @@ from tiny_models import VOCAB_SIZE, build
 
 import headlab as hl
 from headlab.causal import metrics
-from headlab.causal.paths import path_patch
+from headlab.causal.paths.path_patching import path_patch
 from headlab.errors import HeadError, PlanError, PromptError, UnsupportedError
 
 FAMILIES = [
@@ -275,7 +275,7 @@ def test_prompts_that_do_not_match_and_models_without_paths_are_refused(
     clean, corrupted = prompts()
     with pytest.raises(PromptError, match="10 tokens and its corrupted one 9"):
         path_patch(lab("llama"), clean, corrupted[:, :9], metric())
-    with pytest.raises(PromptError, match="3 clean and 2 corrupted"):
+    with pytest.raises(PromptError, match="3 clean prompts and 2 corrupted"):
         path_patch(lab("llama"), clean, corrupted[:2], metric())
     with pytest.raises(UnsupportedError, match="no decoder-only model"):
         path_patch(lab("bert"), clean, corrupted, metric())

@@ -17,11 +17,11 @@ from tiny_models import build
 import headlab as hl
 from headlab import planted
 from headlab.causal import metrics
-from headlab.causal.acdc import acdc
-from headlab.causal.eap import eap_ig
-from headlab.causal.edges import EdgeRuns
+from headlab.causal.attribution.eap import eap_ig
+from headlab.causal.circuits.acdc import acdc
 from headlab.causal.graph import Edge
-from headlab.causal.paths import path_patch
+from headlab.causal.paths.edges import EdgeRuns
+from headlab.causal.paths.path_patching import path_patch
 from headlab.errors import PlanError
 
 FIRST_WORD = 6  # after four special tokens and two stops

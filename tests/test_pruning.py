@@ -11,7 +11,7 @@ import torch
 
 import headlab as hl
 from headlab.causal import metrics
-from headlab.causal.pruning import greedy_pruning, pruning_curve
+from headlab.causal.head_sets.pruning import greedy_pruning, pruning_curve
 from headlab.errors import HeadError, PlanError
 
 PROMPTS = torch.randint(4, 97, (4, 6), generator=torch.Generator().manual_seed(0))

@@ -11,7 +11,7 @@ from tiny_models import build, tiny_tokenizer
 
 import headlab as hl
 from headlab.attention import Head
-from headlab.causal.rollout import (
+from headlab.causal.attribution.rollout import (
     FLOW_TOKENS,
     FLOW_UNITS,
     attention_flow,

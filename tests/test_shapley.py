@@ -12,7 +12,7 @@ from tiny_models import build
 
 import headlab as hl
 from headlab.causal import metrics
-from headlab.causal.shapley import Bernstein, shapley_heads, shapley_values
+from headlab.causal.head_sets.shapley import Bernstein, shapley_heads, shapley_values
 from headlab.errors import HeadError, PlanError, UnsupportedError
 
 PLAYERS = ("L0H0", "L0H1", "L1H0", "L1H1")

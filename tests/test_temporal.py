@@ -19,7 +19,7 @@ from torch import nn
 import headlab as hl
 from headlab import planted
 from headlab.attention.heads import Head
-from headlab.causal.gradients import embeddings_replaced
+from headlab.causal.attribution.gradients import embeddings_replaced
 from headlab.roles.base import Probing
 from headlab.roles.integrated_gradients import head_attributions
 from headlab.roles.temporal import Temporal

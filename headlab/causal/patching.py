@@ -13,7 +13,7 @@ from headlab.attention.edits import ROW_SITES, Site
 from headlab.causal.ablation import By, Tell, key_of, units_of
 from headlab.causal.effects import Effects, effects_of
 from headlab.causal.metrics import Metric
-from headlab.causal.pairs import Align, Pairs, pairs
+from headlab.causal.prompt_pairs import Align, Pairs, pairs
 from headlab.causal.sweep import Sweep
 from headlab.errors import PlanError
 from headlab.prompts import Prompt

@@ -10,7 +10,7 @@ from headlab.errors import PlanError
 from headlab.plots import style
 
 if TYPE_CHECKING:
-    from headlab.causal.circuit import Circuit
+    from headlab.causal.circuits.circuit import Circuit
 
 #: More edges than this are a tangle that says nothing.
 MOST_EDGES = 500

@@ -14,8 +14,8 @@ from headlab.plots import style
 if TYPE_CHECKING:
     import pandas as pd
 
-    from headlab.causal.faithfulness import FaithfulnessCurve
-    from headlab.causal.pruning import PruningCurve
+    from headlab.causal.circuits.faithfulness import FaithfulnessCurve
+    from headlab.causal.head_sets.pruning import PruningCurve
 
 _Curve = TypeVar("_Curve")
 #: Distinct with any colour vision (Okabe and Ito, without the yellow that fades on white).

@@ -30,7 +30,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from headlab.attention import keep
-from headlab.causal.gradients import mean_slopes, shares
+from headlab.causal.attribution.gradients import mean_slopes, shares
 
 if TYPE_CHECKING:
     from headlab.model import Model

@@ -14,12 +14,12 @@ import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from headlab.causal.circuit import Circuit
+from headlab.causal.circuits.circuit import Circuit
 from headlab.causal.graph import Edge
 from headlab.errors import OutputError, PlanError
 
 if TYPE_CHECKING:
-    from headlab.causal.circuit import Kind
+    from headlab.causal.circuits.circuit import Kind
 
 FORMAT = "headlab-circuit-1"
 _PARTS = {"edges": ("source", "target", "input"), "heads": ("head",)}

@@ -33,12 +33,12 @@ from torch import Tensor
 
 from headlab.attention import edits as editing
 from headlab.attention.edits import Site, Where
-from headlab.causal import gradients
+from headlab.causal.attribution import gradients
+from headlab.causal.attribution.gradients import BySite, record, wide
+from headlab.causal.attribution.qk_fix import key_terms
 from headlab.causal.effects import Effects, effects_of
-from headlab.causal.gradients import BySite, record, wide
 from headlab.causal.metrics import BoundMetric, Metric, as_metric
-from headlab.causal.pairs import Align, Pairs, pairs
-from headlab.causal.qk_fix import key_terms
+from headlab.causal.prompt_pairs import Align, Pairs, pairs
 from headlab.errors import PlanError, UnsupportedError
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ held at the scale it had in the run (:mod:`headlab.models.stream_norm`) logits a
 
 and all parts together, with the biases of the final norm and the unembedding, add up to the logit difference before
 any soft cap. Where a norm stands between attention and stream (Gemma 2 and 3, OLMo 2, GLM-4) it is held still too. For
-a head, r = z·W_O without b_O, which is a term of its own. :mod:`headlab.causal.sources` splits heads by source token.
+a head, r = z·W_O without b_O, which is a term of its own; :func:`~headlab.causal.by_source` splits it by source token.
 
 Terms show direct paths only: MLPs and later heads read what a head writes and pass it on. Use patching for total
 effects.

@@ -1,7 +1,7 @@
 """Direct logit attribution of heads, split by source token (Chughtai, Cooney and Nanda 2024, *Summing up the facts*).
 
 A head's output at a position is a sum over keys, Σ_k e[k] with e[k] = pattern[k] · v[k] W_O, and its direct logit
-attribution (:mod:`headlab.causal.direct`) is linear in it, so each source token k has a term of its own:
+attribution (:mod:`headlab.causal.attribution.direct`) is linear in it, so each source token k has a term of its own:
 
     DLA(head, k) = pattern[k] · ⟨v[k] W_O, u⟩,    Σ_k DLA(head, k) = DLA(head),
 
@@ -24,7 +24,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from headlab.causal.direct import ReadOut, agree, attribution, prefixes, read_outs
+from headlab.causal.attribution.direct import ReadOut, agree, attribution, prefixes, read_outs
 from headlab.errors import PlanError
 from headlab.prompts import Prompt
 
@@ -43,7 +43,7 @@ class SourceAttribution:
 
     Attributes:
         values: Terms in logits; NaN beyond the position that predicts, and where a layer has fewer heads.
-        heads: What each head adds in all, the terms of :func:`~headlab.causal.direct.direct_logit_attribution`.
+        heads: What each head adds in all, the terms of :func:`~headlab.causal.direct_logit_attribution`.
             Learned sinks (gpt-oss) carry no value, so the terms sum to it there too.
         total: The logit difference they are part of.
         spans: Labelled positions [start, stop) of each prompt.
@@ -143,7 +143,7 @@ def by_source(
     Args:
         model: A decoder-only model.
         prompts: The prompts.
-        answers: As in :func:`~headlab.causal.direct.direct_logit_attribution`, like foils, position and centred.
+        answers: As in :func:`~headlab.causal.direct_logit_attribution`, like foils, position and centred.
         foils: See answers.
         position: See answers.
         spans: Labelled positions [start, stop), such as ``{"subject": …, "relation": …}``: each one pair for all

@@ -21,8 +21,8 @@ import numpy as np
 from jaxtyping import Float
 
 from headlab.attention import Head, keep
-from headlab.causal.circuit import Circuit
-from headlab.causal.pairs import pairs
+from headlab.causal.circuits.circuit import Circuit
+from headlab.causal.prompt_pairs import pairs
 from headlab.causal.removal import Removal
 from headlab.causal.sweep import Sweep
 from headlab.errors import PlanError
@@ -40,7 +40,7 @@ SIZES = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 
 
 class Runs(Protocol):
-    """What runs circuits: :class:`~headlab.causal.edges.EdgeRuns` for edges, :class:`HeadRuns` for heads.
+    """What runs circuits: :class:`~headlab.causal.EdgeRuns` for edges, :class:`HeadRuns` for heads.
 
     Attributes:
         model: The model.
@@ -130,7 +130,7 @@ class Faithfulness:
         metric: Mean metric of the circuit.
         full, empty: Mean metric of the whole model and of the empty circuit.
         n: Edges or heads of the circuit that lie on a path to the logits.
-        weighted_edges: See :attr:`~headlab.causal.circuit.Circuit.weighted_edges`.
+        weighted_edges: See :attr:`~headlab.causal.Circuit.weighted_edges`.
     """
 
     value: float

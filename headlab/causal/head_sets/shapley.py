@@ -27,7 +27,7 @@ from jaxtyping import Bool, Float
 
 from headlab.attention import HeadsLike
 from headlab.attention.keep import is_whole
-from headlab.causal.stopping import Bernstein
+from headlab.causal.head_sets.stopping import Bernstein
 from headlab.errors import PlanError
 from headlab.statistics import bootstrap_interval
 
@@ -71,7 +71,7 @@ class Shapley:
 
     @property
     def scores(self) -> dict[str, float]:
-        """Value by player, as :func:`headlab.causal.pruning.pruning_curve` takes them."""
+        """Value by player, as :func:`headlab.causal.pruning_curve` takes them."""
         return dict(zip(self.frame["player"], self.frame["value"].astype(float), strict=True))
 
 

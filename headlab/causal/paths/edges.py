@@ -21,12 +21,12 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from headlab.causal.agreement import check_decoder, tolerance
 from headlab.causal.graph import Edge, EdgeLike, Graph
 from headlab.causal.metrics import Metric, as_metric
-from headlab.causal.pairs import pairs
-from headlab.causal.parts import Parts, Run, mixed
+from headlab.causal.paths.agreement import check_decoder, tolerance
+from headlab.causal.paths.parts import Parts, Run, mixed
 from headlab.causal.prompt_groups import Group, groups
+from headlab.causal.prompt_pairs import pairs
 from headlab.errors import PlanError, UnsupportedError
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from headlab.attention.edits import Site
-from headlab.causal.gradients import BySite, Recording, record, wide
+from headlab.causal.attribution.gradients import BySite, Recording, record, wide
 from headlab.errors import UnsupportedError
 
 if TYPE_CHECKING:

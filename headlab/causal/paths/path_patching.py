@@ -30,14 +30,14 @@ from torch import Tensor
 
 from headlab.attention.heads import Head, HeadsLike
 from headlab.attention.positions import resolve_positions
-from headlab.causal.agreement import check_decoder
 from headlab.causal.effects import Effects, effects_of
 from headlab.causal.graph import LOGITS
 from headlab.causal.metrics import BoundMetric, Metric, as_metric
-from headlab.causal.pairs import pairs as prompt_pairs
-from headlab.causal.parts import Parts, Run
+from headlab.causal.paths.agreement import check_decoder
+from headlab.causal.paths.parts import Parts, Run
+from headlab.causal.paths.receivers import Receivers, read_receivers, read_senders
 from headlab.causal.prompt_groups import Group, groups
-from headlab.causal.receivers import Receivers, read_receivers, read_senders
+from headlab.causal.prompt_pairs import pairs as prompt_pairs
 from headlab.errors import PlanError
 from headlab.kernels import AttentionInputs
 from headlab.prompts import lengths_of

@@ -2,7 +2,7 @@
 
 A circuit of edges holds edges of :class:`~headlab.causal.graph.Graph`; its nodes are their ends. A circuit of heads
 holds heads only; every MLP, the embedding and the logits count as part of it. A circuit is a ranking as much as a set:
-what :meth:`Circuit.top` leaves is what :mod:`headlab.causal.faithfulness` tests.
+what :meth:`Circuit.top` leaves is what :mod:`headlab.causal.circuits.faithfulness` tests.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from headlab.errors import PlanError
 if TYPE_CHECKING:
     import pandas as pd
 
-    from headlab.causal.eap import Edges
+    from headlab.causal.attribution.eap import Edges
     from headlab.causal.effects import Effects
     from headlab.model import Model
 
@@ -283,8 +283,8 @@ class Circuit:
             )
 
     def to_json(self, indent: int | None = None) -> str:
-        """The circuit as JSON text; see :mod:`headlab.causal.circuit_json`."""
-        from headlab.causal.circuit_json import to_json
+        """The circuit as JSON text; see :mod:`headlab.causal.circuits.circuit_json`."""
+        from headlab.causal.circuits.circuit_json import to_json
 
         return to_json(self, indent)
 
@@ -295,7 +295,7 @@ class Circuit:
         Raises:
             OutputError: It is not a circuit; the message says what is wrong and where.
         """
-        from headlab.causal.circuit_json import from_json
+        from headlab.causal.circuits.circuit_json import from_json
 
         return from_json(text)
 

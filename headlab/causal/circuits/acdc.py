@@ -6,7 +6,7 @@ nothing leads to the logits any more go with it, since nothing they carry arrive
 
 The order is the paper's; within it, many edges are tried at once on the guess that all of them go, and the guess is
 given up at the first one that stays, so that the result is that of trying them one after the other. Edges of a large
-model still take very many runs: rank them with :func:`headlab.causal.eap.eap_ig` there.
+model still take very many runs: rank them with :func:`headlab.causal.eap_ig` there.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from headlab.causal.circuit import Circuit
-from headlab.causal.edges import EdgeRuns
+from headlab.causal.circuits.circuit import Circuit
 from headlab.causal.graph import LOGITS, Edge, EdgeLike
 from headlab.causal.metrics import Metric, as_metric, kl
+from headlab.causal.paths.edges import EdgeRuns
 from headlab.errors import PlanError
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ def acdc(
 
     Raises:
         PlanError: tau is not a number of at least 0.
-        UnsupportedError: The model has no edges from single heads; see :class:`~headlab.causal.edges.EdgeRuns`.
+        UnsupportedError: The model has no edges from single heads; see :class:`~headlab.causal.EdgeRuns`.
         PromptError: Clean and corrupted prompts differ in number or length.
     """
     if isinstance(tau, bool) or not isinstance(tau, int | float) or not 0 <= tau < math.inf:

@@ -33,7 +33,7 @@ from torch import Tensor
 
 from headlab.attention import ablate, keep
 from headlab.attention.trace import Trace
-from headlab.causal.direct import agree
+from headlab.causal.attribution.direct import agree
 from headlab.errors import PlanError, PromptError
 from headlab.models.stream_norm import frozen
 from headlab.prompts import Prompt

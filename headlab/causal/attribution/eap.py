@@ -39,11 +39,11 @@ from torch import Tensor
 
 from headlab.attention import edits as editing
 from headlab.attention.edits import Edit, Site
-from headlab.causal import gradients, readers
-from headlab.causal.gradients import BySite, Points, Recording, record, wide
+from headlab.causal.attribution import gradients, readers
+from headlab.causal.attribution.gradients import BySite, Points, Recording, record, wide
 from headlab.causal.graph import Edge, Graph
 from headlab.causal.metrics import Metric, as_metric
-from headlab.causal.pairs import pairs
+from headlab.causal.prompt_pairs import pairs
 from headlab.errors import PlanError
 
 if TYPE_CHECKING:

@@ -27,7 +27,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from headlab.attention import Head
-from headlab.causal.circuit import Circuit
+from headlab.causal.circuits.circuit import Circuit
 from headlab.errors import PlanError, PromptError
 from headlab.shards import Arrays, Shards, forget
 

@@ -24,8 +24,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headlab.causal import gradients
-from headlab.causal.gradients import record, wide
+from headlab.causal.attribution import gradients
+from headlab.causal.attribution.gradients import record, wide
 from headlab.causal.metrics import Metric, as_metric, loss
 from headlab.errors import PlanError, UnsupportedError
 from headlab.prompts import lengths_of

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 
 from headlab.attention.seam import Call, Seam, evaluating, expand_groups
-from headlab.causal.agreement import agree, check_decoder, close
+from headlab.causal.paths.agreement import agree, check_decoder, close
 from headlab.errors import PlanError, UnsupportedError
 from headlab.kernels import ENGINES, AttentionInputs, Request
 from headlab.models.blocks import stream_of

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from headlab.attention import Head
-from headlab.causal.circuit import Circuit
+from headlab.causal.circuits.circuit import Circuit
 from headlab.errors import PlanError
 
 

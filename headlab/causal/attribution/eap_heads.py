@@ -3,7 +3,7 @@
     score(head) = mean over prompts Σ over positions ⟨z(corrupted) − z(clean), mean gradient at z along a path⟩,
 
 an estimate of what putting the head's corrupted z into the clean run does to the metric. The paths are those of
-:mod:`headlab.causal.eap`. The official code takes gradients of MLPs at their input and of heads at their output;
+:func:`~headlab.causal.eap_ig`. The official code takes gradients of MLPs at their input and of heads at their output;
 here are heads only.
 """
 
@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 
 from headlab.attention import edits as editing
-from headlab.causal import gradients
-from headlab.causal.eap import Kind, Paths, paths_of
+from headlab.causal.attribution import gradients
+from headlab.causal.attribution.eap import Kind, Paths, paths_of
+from headlab.causal.attribution.gradients import Points, between, mean_slopes, record, wide
 from headlab.causal.effects import Effects, effects_of
-from headlab.causal.gradients import Points, between, mean_slopes, record, wide
 from headlab.causal.metrics import BoundMetric, Metric, as_metric
-from headlab.causal.pairs import pairs
+from headlab.causal.prompt_pairs import pairs
 from headlab.errors import UnsupportedError
 
 if TYPE_CHECKING:

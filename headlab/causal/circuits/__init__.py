@@ -1,0 +1,1 @@
+"""Circuits: sets of heads or edges, how faithful they are, and how they change."""

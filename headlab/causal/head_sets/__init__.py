@@ -1,0 +1,1 @@
+"""What heads give together: Shapley values and pruning."""

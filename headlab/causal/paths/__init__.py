@@ -1,0 +1,1 @@
+"""Exact runs of single paths and edges."""
