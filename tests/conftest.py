@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -54,3 +56,36 @@ def eager() -> Callable[..., Any]:
         return module
 
     return make
+
+
+@dataclass(frozen=True)
+class Done:
+    """How a command ended."""
+
+    code: int
+    out: str
+    err: str
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> Callable[..., Done]:
+    """``run("tasks", "list")`` runs a command in this process."""
+    from headlab.cli import main
+
+    def command(*words: Any) -> Done:
+        monkeypatch.setattr("sys.argv", ["headlab", *map(str, words)])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        said = capsys.readouterr()
+        return Done(int(ended.value.code or 0), said.out, said.err)
+
+    return command
+
+
+@pytest.fixture(scope="session")
+def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a tiny llama and its tokenizer."""
+    folder = tmp_path_factory.mktemp("models") / "tiny"
+    build("llama").save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    return folder

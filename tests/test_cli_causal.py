@@ -1,57 +1,23 @@
-"""``headlab ablate``, ``patch`` and ``circuit`` on a tiny model: numbers, files, pages and refusals."""
+"""``headlab ablate``, ``patch`` and ``circuit`` on a tiny_folder model: numbers, files, pages and refusals."""
 
 from __future__ import annotations
 
 import html
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from tiny_models import build, tiny_tokenizer
 
 import headlab as hl
 from headlab.causal import Circuit, Effects
-from headlab.cli import main
 from headlab.report.causal_page import PageTable, causal_page
 
 CLEAN, CORRUPTED = "w10 w11 w12 w13 w14 w15", "w10 w11 w20 w13 w14 w15"
 ANSWERS = ("--answer", "w30", "--foil", "w31")
 PAIR = ("--clean", CLEAN, "--corrupted", CORRUPTED, *ANSWERS)
-
-
-@dataclass(frozen=True)
-class Done:
-    """How a command ended."""
-
-    code: int
-    out: str
-    err: str
-
-
-@pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> Callable[..., Done]:
-    """``run("ablate", …)`` runs a command in this process."""
-
-    def command(*words: Any) -> Done:
-        monkeypatch.setattr("sys.argv", ["headlab", *map(str, words)])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        said = capsys.readouterr()
-        return Done(int(ended.value.code or 0), said.out, said.err)
-
-    return command
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("models") / "tiny"
-    build("llama").save_pretrained(folder)
-    tiny_tokenizer().save_pretrained(folder)
-    return folder
 
 
 @pytest.fixture
@@ -70,11 +36,11 @@ def file(tmp_path: Path) -> Path:
     return path
 
 
-def test_ablate_prints_what_ablate_each_gives(run: Callable[..., Done], tiny: Path):
-    done = run("ablate", tiny, "--text", CLEAN, *ANSWERS, "--json")
+def test_ablate_prints_what_ablate_each_gives(run: Callable[..., Any], tiny_folder: Path):
+    done = run("ablate", tiny_folder, "--text", CLEAN, *ANSWERS, "--json")
     assert done.code == 0, done.err
     document = json.loads(done.out)
-    model = hl.load(str(tiny))
+    model = hl.load(str(tiny_folder))
     answers, foils = (model.tokenizer(word)["input_ids"] for word in ("w30", "w31"))
     expected = hl.causal.ablate_each(model, CLEAN, hl.metrics.logit_difference(answers, foils))
     found = [row["effect"] for row in document["effects"]]
@@ -82,12 +48,12 @@ def test_ablate_prints_what_ablate_each_gives(run: Callable[..., Done], tiny: Pa
     assert document["about"]["metric"] == "logit difference"
 
 
-def test_named_heads_are_also_ablated_together(run: Callable[..., Done], tiny: Path):
-    done = run("ablate", tiny, "--text", CLEAN, *ANSWERS, "--heads", "0.1,1.2")
+def test_named_heads_are_also_ablated_together(run: Callable[..., Any], tiny_folder: Path):
+    done = run("ablate", tiny_folder, "--text", CLEAN, *ANSWERS, "--heads", "0.1,1.2")
     assert done.code == 0, done.err
     assert "All 2 together: logit difference" in done.out
     assert "With 1 prompt no effect can be told from chance" in done.out
-    model = hl.load(str(tiny))
+    model = hl.load(str(tiny_folder))
     with model.edit(hl.ablate("0.1, 1.2")):
         last = model.logits(CLEAN)[0, -1]
     ids = [model.tokenizer(word)["input_ids"][0] for word in ("w30", "w31")]
@@ -95,20 +61,22 @@ def test_named_heads_are_also_ablated_together(run: Callable[..., Done], tiny: P
 
 
 @pytest.mark.parametrize("kind", ["mean", "resample", "first"])
-def test_every_kind_of_ablation(run: Callable[..., Done], tiny: Path, tmp_path: Path, kind: str):
+def test_every_kind_of_ablation(
+    run: Callable[..., Any], tiny_folder: Path, tmp_path: Path, kind: str
+):
     reference = tmp_path / "reference.txt"
     reference.write_text("w50 w51 w52 w53\n\nw60 w61 w62 w63\n", "utf-8")
     more = ("--site", "pattern") if kind == "first" else ("--reference", reference)
-    done = run("ablate", tiny, "--text", CLEAN, "--kind", kind, *more, "--json")
+    done = run("ablate", tiny_folder, "--text", CLEAN, "--kind", kind, *more, "--json")
     assert done.code == 0, done.err
     assert max(abs(row["effect"]) for row in json.loads(done.out)["effects"]) > 1e-4
 
 
 def test_patch_writes_numbers_and_a_page_and_resumes(
-    run: Callable[..., Done], tiny: Path, file: Path, tmp_path: Path
+    run: Callable[..., Any], tiny_folder: Path, file: Path, tmp_path: Path
 ):
     out = tmp_path / "out"
-    done = run("patch", tiny, "--data", file, "--out", out)
+    done = run("patch", tiny_folder, "--data", file, "--out", out)
     assert done.code == 0, done.err
     assert done.out.splitlines()[-1] == str((out / "patching.html").resolve())
     effects = Effects.load(out / "patching.json")
@@ -119,14 +87,16 @@ def test_patch_writes_numbers_and_a_page_and_resumes(
     assert "http-equiv" in page
     stamps = {path: path.stat().st_mtime_ns for path in (out / "parts").rglob("*.npz")}
     assert stamps
-    again = run("patch", tiny, "--data", file, "--out", out, "--json")
+    again = run("patch", tiny_folder, "--data", file, "--out", out, "--json")
     assert json.loads(again.out) == json.loads((out / "patching.json").read_text("utf-8"))
     assert {path: path.stat().st_mtime_ns for path in (out / "parts").rglob("*.npz")} == stamps
 
 
-def test_patching_by_position_and_layers(run: Callable[..., Done], tiny: Path, tmp_path: Path):
+def test_patching_by_position_and_layers(
+    run: Callable[..., Any], tiny_folder: Path, tmp_path: Path
+):
     done = run(
-        "patch", tiny, *PAIR, "--site", "resid_pre", "--positions", "each", "--out", tmp_path, "--json"
+        "patch", tiny_folder, *PAIR, "--site", "resid_pre", "--positions", "each", "--out", tmp_path, "--json"
     )  # fmt: skip
     assert done.code == 0, done.err
     rows = json.loads(done.out)["effects"]
@@ -139,16 +109,20 @@ def test_patching_by_position_and_layers(run: Callable[..., Done], tiny: Path, t
 
 
 def test_circuit_writes_edges_that_can_be_read_back(
-    run: Callable[..., Done], tiny: Path, file: Path, tmp_path: Path
+    run: Callable[..., Any], tiny_folder: Path, file: Path, tmp_path: Path
 ):
-    done = run("circuit", tiny, "--data", file, "--edges", "20", "--steps", "2", "--out", tmp_path)
+    done = run(
+        "circuit", tiny_folder, "--data", file, "--edges", "20", "--steps", "2", "--out", tmp_path
+    )
     assert done.code == 0, done.err
     assert "CPR" in done.out
     found = Circuit.from_json((tmp_path / "circuit.json").read_text("utf-8"))
     assert 0 < len(found.scores) <= 20
     assert len(found.without_dead_ends().scores) == len(found.scores)
     assert (tmp_path / "circuit.html").read_text("utf-8").count("figure-") >= 2
-    fast = run("circuit", tiny, "--data", file, "--method", "eap", "--no-faithfulness", "--json")
+    fast = run(
+        "circuit", tiny_folder, "--data", file, "--method", "eap", "--no-faithfulness", "--json"
+    )
     assert json.loads(fast.out)["kind"] == "edges"
 
 
@@ -169,7 +143,7 @@ def test_circuit_writes_edges_that_can_be_read_back(
     ],
 )  # fmt: skip
 def test_wrong_options_are_told_before_a_model_is_loaded(
-    run: Callable[..., Done], words: tuple[str, ...], said: str
+    run: Callable[..., Any], words: tuple[str, ...], said: str
 ):
     command, *rest = words
     done = run(command, "no-such-model", *rest)
@@ -195,10 +169,10 @@ def test_wrong_options_are_told_before_a_model_is_loaded(
     ],
 )  # fmt: skip
 def test_what_only_the_model_can_tell_is_one_sentence(
-    run: Callable[..., Done], tiny: Path, words: tuple[str, ...], said: str
+    run: Callable[..., Any], tiny_folder: Path, words: tuple[str, ...], said: str
 ):
     command, *rest = words
-    done = run(command, tiny, *rest)
+    done = run(command, tiny_folder, *rest)
     assert done.code == 2
     assert said in done.err
     assert "Traceback" not in done.err

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 from jsonschema import Draft202012Validator
-from tiny_models import build, tiny_tokenizer
 
 import headlab.roles.spans
 import headlab.roles.syntactic  # noqa: F401  # registers its role
-from headlab.cli import main
 from headlab.cli.tasks import try_out
 from headlab.roles import ROLES
 from headlab.roles.base import load_entry_points
@@ -23,37 +20,6 @@ from headlab.tasks import RecordError
 
 TEXT = "w10 w11 w12 w13 w14 w15 w16 w17 w18 w19 w20 w21"
 RECORD = {"text": TEXT, "from": [36, 43], "to": [12, 15]}
-
-
-@dataclass(frozen=True)
-class Done:
-    """How a command ended."""
-
-    code: int
-    out: str
-    err: str
-
-
-@pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> Callable[..., Done]:
-    """``run("tasks", "list")`` runs a command in this process."""
-
-    def command(*words: Any) -> Done:
-        monkeypatch.setattr("sys.argv", ["headlab", *map(str, words)])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        said = capsys.readouterr()
-        return Done(int(ended.value.code or 0), said.out, said.err)
-
-    return command
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("models") / "tiny"
-    build("llama").save_pretrained(folder)
-    tiny_tokenizer().save_pretrained(folder)
-    return folder
 
 
 @pytest.fixture
@@ -66,7 +32,7 @@ def file(tmp_path: Path) -> Callable[..., Path]:
     return write
 
 
-def refused(done: Done, *parts: str) -> None:
+def refused(done: Any, *parts: str) -> None:
     """One sentence on stderr, exit code 2, nothing on stdout."""
     lines = [line for line in done.err.splitlines() if not line.startswith("loading ")]
     assert done.code == 2
@@ -101,7 +67,7 @@ def test_every_schema_is_valid_and_its_examples_fit(name: str):
     assert all(field.get("description") for field in schema["properties"].values())
 
 
-def test_schemas_are_printed_as_they_are(run: Callable[..., Done]):
+def test_schemas_are_printed_as_they_are(run: Callable[..., Any]):
     for name in ("spans", "syntactic"):
         done = run("tasks", "schema", name)
         assert done.code == 0
@@ -109,7 +75,7 @@ def test_schemas_are_printed_as_they_are(run: Callable[..., Done]):
         assert done.err == ""
 
 
-def test_roles_are_listed_with_the_data_they_take(run: Callable[..., Done]):
+def test_roles_are_listed_with_the_data_they_take(run: Callable[..., Any]):
     found = {row["role"]: row["data"] for row in json.loads(run("tasks", "list", "--json").out)}
     assert list(found) == list(ROLES)
     assert found["spans"] == found["syntactic"] == "yours"
@@ -121,13 +87,13 @@ def test_roles_are_listed_with_the_data_they_take(run: Callable[..., Done]):
     assert "--data spans=FILE" in " ".join(shown.split())
 
 
-def test_a_role_that_is_not_there_is_said_with_a_guess(run: Callable[..., Done]):
+def test_a_role_that_is_not_there_is_said_with_a_guess(run: Callable[..., Any]):
     refused(run("tasks", "schema", "span"), "no role 'span'", "did you mean 'spans'", "induction")
     refused(run("tasks", "schema", "zzz"), "no role 'zzz'")
     refused(run("tasks", "check", "sytactic", "x.jsonl"), "did you mean 'syntactic'")
 
 
-def test_a_role_without_data_says_so(run: Callable[..., Done], monkeypatch: pytest.MonkeyPatch):
+def test_a_role_without_data_says_so(run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch):
     class Fixed(Spans):
         schema = None
         needs_records = False
@@ -141,22 +107,22 @@ def test_a_role_without_data_says_so(run: Callable[..., Done], monkeypatch: pyte
 # -- checking data -------------------------------------------------------------------------------
 
 
-def test_records_are_checked(run: Callable[..., Done], file: Callable[..., Path], tiny: Path):
+def test_records_are_checked(run: Callable[..., Any], file: Callable[..., Path], tiny_folder: Path):
     good = file(RECORD, RECORD | {"name": "second"})
     assert run("tasks", "check", "spans", good).out == "2 records fit the schema of spans\n"
-    done = run("tasks", "check", "spans", good, "--model", tiny)
-    assert done.out == f"2 records fit the schema of spans and can be used with {tiny}\n"
+    done = run("tasks", "check", "spans", good, "--model", tiny_folder)
+    assert done.out == f"2 records fit the schema of spans and can be used with {tiny_folder}\n"
     bad = file(RECORD, RECORD | {"to": "w13"}, name="bad.jsonl")
     refused(run("tasks", "check", "spans", bad), "line 2 of", "bad.jsonl", "['to']", "'w13'")
     refused(run("tasks", "check", "spans", good.parent / "no.jsonl"), "no.jsonl cannot be read")
 
 
 def test_spans_are_checked_by_a_model_s_tokens(
-    run: Callable[..., Done], file: Callable[..., Path], tiny: Path
+    run: Callable[..., Any], file: Callable[..., Path], tiny_folder: Path
 ):
     cut = file(RECORD, RECORD | {"to": [13, 15]})
     assert run("tasks", "check", "spans", cut).code == 0
-    done = run("tasks", "check", "spans", cut, "--model", tiny)
+    done = run("tasks", "check", "spans", cut, "--model", tiny_folder)
     refused(done, "record 1: a token straddles the edge of '13'")
 
 
@@ -173,21 +139,23 @@ def test_trying_out_runs_nothing(lab: Callable[..., Any], monkeypatch: pytest.Mo
 # -- scoring -------------------------------------------------------------------------------------
 
 
-def test_data_reaches_the_role(run: Callable[..., Done], file: Callable[..., Path], tiny: Path):
+def test_data_reaches_the_role(
+    run: Callable[..., Any], file: Callable[..., Path], tiny_folder: Path
+):
     import headlab as hl
 
     records = [RECORD | {"to": [4 * at, 4 * at + 3]} for at in range(1, 8)]
     path = file(*records)
-    done = run("score", tiny, "--roles", "spans", "--data", f"spans={path}", "--json")
+    done = run("score", tiny_folder, "--roles", "spans", "--data", f"spans={path}", "--json")
     assert done.code == 0, done.err
     found = json.loads(done.out)
-    wanted = hl.score(hl.load(str(tiny)), "spans", data={"spans": records})
+    wanted = hl.score(hl.load(str(tiny_folder)), "spans", data={"spans": records})
     assert found == json.loads(wanted.to_json())
     assert {row["n"] for row in found["rows"]} == {7}
 
 
 def test_several_roles_take_several_files(
-    run: Callable[..., Done], file: Callable[..., Path], tiny: Path
+    run: Callable[..., Any], file: Callable[..., Path], tiny_folder: Path
 ):
     words = {
         "words": ["w5", "w9", "w7"],
@@ -196,7 +164,7 @@ def test_several_roles_take_several_files(
     }
     one, two = file(RECORD), file(words, words | {"words": ["w5", "w9", "w8"]}, name="trees.jsonl")
     options = ("--data", f"spans={one}", "--data", f"syntactic={two}", "--json")
-    done = run("score", tiny, "--roles", "spans,syntactic", *options)
+    done = run("score", tiny_folder, "--roles", "spans,syntactic", *options)
     assert done.code == 0, done.err
     assert [role["name"] for role in json.loads(done.out)["roles"]] == ["spans", "syntactic"]
 
@@ -218,7 +186,7 @@ WRONG: dict[str, tuple[list[str], tuple[str, ...]]] = {
 def test_wrong_data_is_refused_before_a_model_is_loaded(
     command: str,
     case: str,
-    run: Callable[..., Done],
+    run: Callable[..., Any],
     file: Callable[..., Path],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -233,15 +201,15 @@ def test_wrong_data_is_refused_before_a_model_is_loaded(
 
 
 def test_a_record_the_tokenizer_cannot_place_is_refused(
-    run: Callable[..., Done], file: Callable[..., Path], tiny: Path
+    run: Callable[..., Any], file: Callable[..., Path], tiny_folder: Path
 ):
     path = file(RECORD, RECORD | {"from": [37, 43]})
-    done = run("score", tiny, "--roles", "spans", "--data", f"spans={path}")
+    done = run("score", tiny_folder, "--roles", "spans", "--data", f"spans={path}")
     refused(done, "record 1: a token straddles the edge")
 
 
 def test_a_report_is_made_of_one_s_own_data(
-    run: Callable[..., Done], file: Callable[..., Path], tiny: Path, tmp_path: Path
+    run: Callable[..., Any], file: Callable[..., Path], tiny_folder: Path, tmp_path: Path
 ):
     """And on asking it holds the causal check; of eight records of one text some head is claimed by all."""
     import headlab as hl
@@ -251,10 +219,10 @@ def test_a_report_is_made_of_one_s_own_data(
     try:
         path = file(*(RECORD | {"answer": " w9", "name": f"{at}"} for at in range(8)))
         options = ("--roles", "always", "--data", f"always={path}", "--alpha", "0.5")
-        done = run("report", tiny, *options, "--causal", "--out", tmp_path / "out")
+        done = run("report", tiny_folder, *options, "--causal", "--out", tmp_path / "out")
         assert done.code == 0, done.err
         made = hl.Report.read(tmp_path / "out")
-        without = run("report", tiny, *options, "--out", tmp_path / "plain")
+        without = run("report", tiny_folder, *options, "--out", tmp_path / "plain")
         assert without.code == 0, without.err
     finally:
         del ROLES["always"]
