@@ -386,10 +386,13 @@ def _show_circuit(prompts: Prompts, model: Model, found: Any, curve: Any, top: i
     document = json_.loads(found.to_json())
     if prompts.out is not None:
         from headlab import plots
+        from headlab.plots.circuit import MOST_EDGES
         from headlab.report.causal_page import PageTable, causal_page
         from headlab.report.files import write_files
 
-        figures = [plots.head_graph(found)]
+        figures = []
+        if len(found):
+            figures.append(plots.head_graph(found.top(MOST_EDGES, "absolute")))
         if curve is not None:
             figures.append(plots.faithfulness_curve({found.method: curve}))
         page = causal_page(

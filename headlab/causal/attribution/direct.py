@@ -32,6 +32,7 @@ from headlab.causal.answers import token_ids
 from headlab.errors import PlanError, UnsupportedError
 from headlab.models.stream_norm import FrozenNorm, frozen
 from headlab.prompts import Prompt, lengths_of
+from headlab.statistics import bootstrap_interval
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -80,14 +81,19 @@ class DirectAttribution:
 
     @cached_property
     def frame(self) -> pd.DataFrame:
-        """One line per term: site, layer, head, value (mean over prompts), std (over prompts), n."""
+        """One line per term: site, layer, head, value (mean over prompts) with its 95 % bootstrap interval, n."""
         import pandas as pd
 
         frame = pd.DataFrame(self.terms, columns=["site", "layer", "head"])
         frame["value"] = self.values.mean(1)
-        frame["std"] = self.values.std(1, ddof=1) if len(self.total) > 1 else np.nan
+        frame["ci_low"], frame["ci_high"] = bootstrap_interval(self.values.T, seed=0)
         frame["n"] = len(self.total)
         return frame
+
+    def top(self, n: int = 10) -> pd.DataFrame:
+        """The largest terms, whichever sign."""
+        order = self.frame["value"].abs().sort_values(ascending=False, kind="stable").index
+        return self.frame.loc[order[:n]].reset_index(drop=True)
 
 
 def direct_logit_attribution(
