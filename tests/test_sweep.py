@@ -180,6 +180,18 @@ def test_a_killed_sweep_goes_on_where_it_stopped(tmp_path: Path):
     assert np.abs(other.run(sets, labels) - whole).max() > 1e-3
 
 
+def test_a_model_changed_since_does_not_read_the_parts_of_before(tmp_path: Path):
+    module = build("llama")
+    model, given = hl.load(module), prompts()
+    metric, sets = METRICS["logit difference"], [[hl.ablate("1.0")]]
+    before = Sweep(model, given, metric, out=tmp_path).run(sets)
+    with torch.no_grad():
+        module.model.layers[1].mlp.down_proj.weight.mul_(0.5)
+    after = Sweep(model, given, metric, out=tmp_path).run(sets)
+    np.testing.assert_allclose(after, Sweep(model, given, metric).run(sets), rtol=1e-5)
+    assert np.abs(after - before).max() > 1e-3
+
+
 def test_bad_input_is_told_in_one_sentence(tmp_path: Path):
     model = hl.load(build("llama"))
     with pytest.raises(PlanError, match="name of its own"):
@@ -192,5 +204,7 @@ def test_bad_input_is_told_in_one_sentence(tmp_path: Path):
         Sweep(model, [], METRICS["loss"])
     with model.edit(hl.ablate("0.0")), pytest.raises(PlanError, match="without edits in force"):
         Sweep(model, prompts(), METRICS["loss"], out=tmp_path)
+    with pytest.raises(PlanError, match="is a function, which cannot be told from another"):
+        Sweep(model, prompts(), lambda logits, rows: logits[:, 0], out=tmp_path)
     with pytest.raises(UnsupportedError, match="one stack"):
         Sweep(hl.load(build("bart")), prompts(), METRICS["loss"])

@@ -27,10 +27,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+import headlab
 from headlab.attention.edits import Batch, BoundEdit, Edit
 from headlab.causal.metrics import BoundMetric, Metric, as_metric
 from headlab.causal.prompt_groups import by_length
 from headlab.errors import PlanError, UnsupportedError
+from headlab.models import weights_sha256
 from headlab.models.blocks import stream_of
 from headlab.prompts import Prompt, lengths_of
 from headlab.shards import Arrays, Remember, Shards, forget
@@ -290,17 +292,25 @@ class Sweep:
         return f"runs-{hashlib.sha256(text.encode()).hexdigest()[:24]}"
 
     def _configuration(self, about: Mapping[str, Any]) -> dict[str, Any]:
+        if "function" in self.metric.about:
+            raise PlanError(
+                f"metric {self.metric.name} is a function, which cannot be told from another of that name, so a sweep "
+                "of it cannot resume; use one of hl.metrics, or leave out out="
+            )
         if self.model.edited:
             raise PlanError(
-                "a sweep that can resume needs a model without edits in force; leave out="
+                "a sweep that can resume needs a model without edits in force; leave out out="
             )
         return {
-            "model": self.model.fingerprint,
+            # Of the weights as they are now: a live model may have been changed since it was loaded.
+            "weights": weights_sha256(self.model.module),
+            "config": self.model.module.config.to_dict(),
             "dtype": str(self.model.dtype),
             "device": self.model.device.type,
             "prompts": self.ids.tolist(),
             "metric": self.metric.about,
             "about": dict(about),
+            "headlab": headlab.__version__,
         }
 
 
