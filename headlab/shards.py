@@ -81,6 +81,23 @@ class Shards:
         return arrays
 
 
+def write_text(path: str | Path, text: str) -> Path:
+    """Write a file whole or not at all, making its folder where needed.
+
+    Raises:
+        OutputError: It cannot be written; an earlier file is then untouched.
+    """
+    path = Path(path)
+    partial = path.with_name(f".{path.name}.part")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial.write_text(text, "utf-8")
+        partial.replace(path)
+    except OSError as error:
+        raise OutputError(f"cannot write {path}: {error.strerror or error}") from error
+    return path
+
+
 def _read(path: Path) -> dict[str, np.ndarray] | None:
     """A shard's arrays, or None where there is no whole shard; nothing is parsed before its digest fits."""
     try:

@@ -322,6 +322,17 @@ def test_bad_input_is_told_in_one_sentence():
         ablate_each(model, clean, METRIC, by="neuron")  # type: ignore[arg-type]
     with pytest.raises(PlanError, match="use by='layer'"):
         ablate_each(model, clean, METRIC, site="mlp_out", by="head")
+    with pytest.raises(HeadError, match=r"of the 3 heads of L1G0 only L1H0, L1H2 are named"):
+        ablate_each(model, clean, METRIC, heads="1.0, 1.2", by="kv_group")
+    with pytest.raises(PlanError, match="names position 10, but prompt 0 has 10"):
+        ablate_each(model, clean, METRIC, positions=[10])
+    with pytest.raises(PlanError, match="names position -11"):
+        patch_each(model, clean, corrupted, METRIC, positions=[-11])
+    with pytest.raises(PlanError, match="positions=-1 must be a list"):
+        patch_each(model, clean, corrupted, METRIC, positions=-1)  # type: ignore[arg-type]
+    other = [prompts(1, length=10)[0], prompts(1, length=8)[0]]
+    with pytest.raises(PromptError, match="positions='each' needs prompts of one length"):
+        patch_each(model, [clean[0], other[1]], [other[0], clean[1][:8]], METRIC, positions="each")
     with pytest.raises(PlanError, match="needs reference="):
         ablate_each(model, clean, METRIC, kind="mean")
     with pytest.raises(PlanError, match="scores are kept by no trace"):

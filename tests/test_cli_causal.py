@@ -52,7 +52,10 @@ def test_named_heads_are_also_ablated_together(run: Callable[..., Any], tiny_fol
     done = run("ablate", tiny_folder, "--text", CLEAN, *ANSWERS, "--heads", "0.1,1.2")
     assert done.code == 0, done.err
     assert "All 2 together: logit difference" in done.out
-    assert "With 1 prompt no effect can be told from chance" in done.out
+    assert (
+        "With 1 prompt none of 2 effects can pass correction by itself (q ≤ 0.05); 7 would do"
+        in done.out
+    )
     model = hl.load(str(tiny_folder))
     with model.edit(hl.ablate("0.1, 1.2")):
         last = model.logits(CLEAN)[0, -1]
@@ -108,6 +111,30 @@ def test_patching_by_position_and_layers(
     assert (tmp_path / "patching.html").exists()
 
 
+def test_two_prompts_without_an_answer_are_compared_by_kl(
+    run: Callable[..., Any], tiny_folder: Path
+):
+    done = run("patch", tiny_folder, "--clean", CLEAN, "--corrupted", CORRUPTED, "--json")
+    assert done.code == 0, done.err
+    document = json.loads(done.out)
+    assert document["about"]["metric"] == "KL divergence"
+    assert document["clean"] == [pytest.approx(0, abs=1e-6)]
+    assert document["corrupted"][0] > 1e-3
+    assert document["effects"][0]["ci_low"] is None  # one prompt
+
+
+def test_pairs_can_be_checked_before_they_are_used(
+    run: Callable[..., Any], tiny_folder: Path, file: Path, tmp_path: Path
+):
+    done = run("tasks", "check", "pairs", file, "--model", tiny_folder)
+    assert done.out.startswith("8 records fit the schema of pairs and can be used")
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text(json.dumps({"clean": "w11 w12", "corrupted": "w11", "answer": "w30"}), "utf-8")
+    done = run("tasks", "check", "pairs", bad, "--model", tiny_folder)
+    assert done.code == 2
+    assert "clean prompt 0 has" in done.err
+
+
 def test_circuit_writes_edges_that_can_be_read_back(
     run: Callable[..., Any], tiny_folder: Path, file: Path, tmp_path: Path
 ):
@@ -115,6 +142,7 @@ def test_circuit_writes_edges_that_can_be_read_back(
         "circuit", tiny_folder, "--data", file, "--edges", "20", "--steps", "2", "--out", tmp_path
     )
     assert done.code == 0, done.err
+    assert "Faithfulness of this circuit, run exactly:" in done.out
     assert "CPR" in done.out
     found = Circuit.from_json((tmp_path / "circuit.json").read_text("utf-8"))
     assert 0 < len(found.scores) <= 20
@@ -139,6 +167,13 @@ def test_circuit_writes_edges_that_can_be_read_back(
         (("ablate", "--task", "ioi", "--answer", "w3"), "go with --text"),
         (("ablate", "--data", "nowhere.jsonl"), "nowhere.jsonl cannot be read"),
         (("circuit", *PAIR, "--method", "acdc"), "there is no method 'acdc'"),
+        (("circuit", *PAIR, "--ranking", "size"), "there is no ranking 'size'"),
+        (("ablate", "--text", CLEAN, "--metric", "accuracy"), "there is no metric 'accuracy'"),
+        (("ablate", "--text", CLEAN, "--kind", "mean"), "--kind mean needs --reference"),
+        (("ablate", "--text", CLEAN, "--kind", "first"), "add --site pattern"),
+        (("ablate", "--text", CLEAN, "--site", "everywhere"), "there is no site 'everywhere'"),
+        (("ablate", "--text", CLEAN, "--positions", "each"), "is for patch"),
+        (("patch", *PAIR, "--metric", "loss"), "a loss is each run's on its own text"),
         (("ablate", "--text", CLEAN, "--kind", "mean", "--reference", "nowhere.txt"), "nowhere.txt cannot be read"),
     ],
 )  # fmt: skip
@@ -157,10 +192,10 @@ def test_wrong_options_are_told_before_a_model_is_loaded(
     [
         (("ablate", "--text", CLEAN, "--heads", "7.0"), "L7H0 does not exist"),
         (("ablate", "--text", CLEAN, "--heads", " "), "no head was named"),
-        (("ablate", "--text", CLEAN, "--metric", "accuracy"), "there is no metric 'accuracy'"),
         (("ablate", "--text", CLEAN, "--metric", "recall"), "needs --answer"),
-        (("ablate", "--text", CLEAN, "--kind", "mean"), "needs reference="),
-        (("ablate", "--text", CLEAN, "--site", "everywhere"), "there is no site 'everywhere'"),
+        (("ablate", "--text", CLEAN, "--heads", "1.0", "--by", "layer"), "of the 6 heads of L1 only L1H0 is named"),
+        (("ablate", "--text", CLEAN, "--positions", "9"), "names position 9, but prompt 0 has 6"),
+        (("patch", *PAIR, "--positions", "-9"), "names position -9, but prompt 0 has 6"),
         (("ablate", "--text", CLEAN, "--by", "token"), "by='token' must be"),
         (("patch", "--clean", CLEAN, "--corrupted", "w10 w11", *ANSWERS), "has 6 tokens and its corrupted one 2"),
         (("patch", "--clean", CLEAN, "--corrupted", CLEAN, *ANSWERS), "the same, so patching changes nothing"),

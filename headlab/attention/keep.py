@@ -205,7 +205,8 @@ def tensors(
     """Keep whole tensors of chosen layers, heads and positions.
 
     Args:
-        names: Any of ``q``, ``k``, ``v``, ``z``, ``result`` and ``pattern``.
+        names: Any of ``q``, ``k``, ``v``, ``z``, ``result`` and ``pattern``, and of the residual stream, in whole
+            layers, ``resid_pre``, ``attn_out``, ``mlp_out`` and ``resid_post``.
         layers: Layers to keep; all by default.
         heads: Query heads to keep; k and v come for the key/value heads these use.
         positions: Positions to keep (of queries for ``pattern``); negative ones count from each prompt's end.

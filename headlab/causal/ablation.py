@@ -13,10 +13,11 @@ from headlab.attention import Head, HeadsLike, Trace, ablate, keep, parse_heads
 from headlab.attention.ablations import Kind
 from headlab.attention.edits import ROW_SITES, Site
 from headlab.attention.keep import STREAM
+from headlab.attention.positions import resolve_positions
 from headlab.causal.effects import Effects, effects_of
 from headlab.causal.metrics import Metric
 from headlab.causal.sweep import Sweep
-from headlab.errors import PlanError
+from headlab.errors import HeadError, PlanError
 from headlab.models.spec import ModelSpec
 from headlab.prompts import Prompt
 
@@ -87,6 +88,8 @@ def ablate_each(
         for unit in units.values()
     ]
     about = {
+        "model": model.name,
+        "by": by or "head",
         "kind": kind,
         "site": site,
         "by_position": by_position,
@@ -95,6 +98,8 @@ def ablate_each(
     }
     given = None if trace is None else trace.ids.tolist()
     sweep = Sweep(model, prompts, metric, out=out, about={**about, "reference": given}, tell=tell)
+    if positions is not None:
+        resolve_positions(positions, sweep.lengths, "positions")
     values = sweep.run([[edit] for edit in edits], list(units))
     keys = [key_of(name, unit, site) for name, unit in units.items()]
     done = {"did": "ablation", "metric": sweep.metric.name, **about}
@@ -107,7 +112,7 @@ def units_of(
     """What is intervened in together, by name: heads, key/value groups (``L3G1``) or layers (``L3``).
 
     Raises:
-        HeadError: No head is named, or one does not exist.
+        HeadError: No head is named, one does not exist, or a group or layer is named in part.
         PlanError: There is no such unit, or the site belongs to layers.
     """
     by = by or ("layer" if site in STREAM else "head")
@@ -120,8 +125,19 @@ def units_of(
     for head in chosen:
         facts = spec.layers[head.layer]
         group = head.head // (facts.n_heads // facts.n_kv_heads)
-        name = {"head": str(head), "kv_group": f"L{head.layer}G{group}", "layer": f"L{head.layer}"}
-        units.setdefault(name[by], []).append(head)
+        names = {"head": str(head), "kv_group": f"L{head.layer}G{group}", "layer": f"L{head.layer}"}
+        units.setdefault(names[by], []).append(head)
+    for name, members in units.items():
+        facts = spec.layers[members[0].layer]
+        size = {"head": 1, "kv_group": facts.n_heads // facts.n_kv_heads, "layer": facts.n_heads}[
+            by
+        ]
+        if len(members) < size:
+            raise HeadError(
+                f"by={by!r} takes whole ones, but of the {size} heads of {name} only "
+                f"{', '.join(map(str, members))} {'is' if len(members) == 1 else 'are'} named; name them all, as in "
+                f"'{members[0].layer}.*', or use by='head'"
+            )
     return {name: tuple(members) for name, members in units.items()}
 
 

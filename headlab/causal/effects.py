@@ -14,6 +14,7 @@ from jaxtyping import Float
 
 from headlab.attention.heads import Head
 from headlab.errors import OutputError
+from headlab.shards import write_text
 from headlab.statistics import bootstrap_interval, sign_flip_p
 
 if TYPE_CHECKING:
@@ -44,8 +45,9 @@ class Effects:
     Attributes:
         frame: One row per intervention, with the columns of :data:`EFFECT_COLUMNS`: ``layer``, ``head`` (−1: the whole
             layer), ``position`` (−1: all) and ``site`` say where; ``value`` is the metric's mean under it, ``effect``
-            the mean of value − baseline with its 95 % bootstrap interval over ``n`` prompts; ``normalised`` puts the
-            clean run at 1 and the corrupted one at 0 (means over prompts; NaN where there is no corrupted run);
+            the mean of value − baseline with its 95 % bootstrap interval over ``n`` prompts (NaN for one prompt);
+            ``normalised`` puts the clean run at 1 and the corrupted one at 0 (means over prompts; NaN where there is
+            no corrupted run);
             ``p_value`` tests an effect of 0 by flipping signs, two-sided, and ``q_value`` is corrected over the
             table (Benjamini and Hochberg 1995).
         values: The metric under each intervention, [row, prompt].
@@ -113,15 +115,7 @@ class Effects:
         Raises:
             OutputError: It cannot be written.
         """
-        path = Path(path)
-        partial = path.with_name(f".{path.name}.part")
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            partial.write_text(self.to_json(), "utf-8")
-            partial.replace(path)
-        except OSError as error:
-            raise OutputError(f"cannot write {path}: {error.strerror or error}") from error
-        return path
+        return write_text(path, self.to_json())
 
     @staticmethod
     def load(path: str | Path) -> Effects:
@@ -191,6 +185,8 @@ def effects_of(
     values = np.asarray(values, np.float64)
     change = (values - baseline).T  # [prompt, row]
     low, high = bootstrap_interval(change, seed)
+    if values.shape[1] < 2:  # one prompt says nothing of others
+        low, high = np.full_like(low, np.nan), np.full_like(high, np.nan)
     p = np.minimum(1.0, 2 * np.minimum(sign_flip_p(change, seed), sign_flip_p(-change, seed)))
     span = math.nan if corrupted is None else float(clean.mean() - corrupted.mean())
     frame = pd.DataFrame(

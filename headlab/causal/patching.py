@@ -9,14 +9,16 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 from torch import Tensor
 
 from headlab.attention import HeadsLike, keep, patch
-from headlab.attention.edits import ROW_SITES, Site
+from headlab.attention.edits import Site
+from headlab.attention.keep import STREAM
+from headlab.attention.positions import resolve_positions
 from headlab.causal.ablation import By, Tell, key_of, units_of
 from headlab.causal.effects import Effects, effects_of
 from headlab.causal.metrics import Metric
 from headlab.causal.prompt_pairs import Align, Pairs, pairs
 from headlab.causal.sweep import Sweep
-from headlab.errors import PlanError
-from headlab.prompts import Prompt
+from headlab.errors import PlanError, PromptError
+from headlab.prompts import Prompt, lengths_of
 
 if TYPE_CHECKING:
     from headlab.model import Model
@@ -51,13 +53,13 @@ def patch_each(
         clean: Prompts that show the behaviour.
         corrupted: One corrupted prompt for each.
         metric: What to measure; token answers are those of the clean prompts in both runs. KL divergence is taken
-            from the clean run.
+            from the clean run. A loss is each run's on its own tokens, so it compares two texts: mind that.
         site: ``q``, ``k``, ``v`` (after position encoding), ``z``, ``result``, ``pattern``, or one of the residual
             stream, such as ``resid_pre`` and ``mlp_out``, by layers.
         heads: The heads to patch; all by default.
         by: ``"head"``, ``"kv_group"`` or ``"layer"``; see :func:`~headlab.causal.ablate_each`.
         positions: Positions to patch together, negative ones from each prompt's end; ``"each"`` patches every
-            position by itself; None patches all.
+            position by itself, of prompts of one length; None patches all.
         direction: ``"denoising"`` or ``"noising"``.
         align: From which end positions count where prompts of a pair differ in length; see
             :func:`~headlab.causal.pairs`.
@@ -81,7 +83,7 @@ def patch_each(
     run = both.reversed if direction == "denoising" else both  # patched: .clean; source: .corrupted
     units = units_of(model.spec, heads, by, site)
     source = run.in_clean(model.trace(run.corrupted, keep=[keep.tensors(site)], logits="none"))
-    places = _places(model, run, positions, site)
+    places = _places(model, run, positions)
     variants, names, keys = [], [], []
     for place, at in places.items():
         for name, unit in units.items():
@@ -89,9 +91,11 @@ def patch_each(
             names.append(name if place < 0 else f"{name}@{place}")
             keys.append({**key_of(name, unit, site), "position": place})
     about: dict[str, Any] = {
+        "model": model.name,
+        "by": by or ("layer" if site in STREAM else "head"),
         "site": site,
         "direction": direction,
-        "positions": list(positions) if isinstance(positions, list | tuple) else positions,
+        "positions": positions if positions is None or positions == "each" else list(positions),
         "align": align,
         "seed": seed,
     }
@@ -110,19 +114,24 @@ def patch_each(
 
 
 def _places(
-    model: Model, run: Pairs, positions: Sequence[int] | Literal["each"] | None, site: Site
+    model: Model, run: Pairs, positions: Sequence[int] | Literal["each"] | None
 ) -> dict[int, tuple[int, ...] | None]:
     """Sets of positions to patch, by their name in the table: −1 for all at once."""
     width = run.clean.shape[1]
     causal = all(layer.causal for layer in model.spec.layers)
     first = run.first_difference if causal else 0
+    lengths = lengths_of(run.clean)
     if positions == "each":
-        if site in ROW_SITES and not causal:
-            raise PlanError("patterns of a bidirectional model are patched whole, not by position")
-        shortest = int((run.clean >= 0).sum(1).min())
-        return {at: (at,) for at in range(first, shortest)}
-    if isinstance(positions, str):
-        raise PlanError(f"positions={positions!r} must be numbers, 'each' or None")
+        if bool((lengths != lengths[0]).any()):
+            raise PromptError(
+                "positions='each' needs prompts of one length, since a position must be the same place in all of "
+                f"them; these have {int(lengths.min())} to {int(lengths.max())} tokens, so patch those of one length "
+                "at a time"
+            )
+        return {at: (at,) for at in range(first, width)}
     if positions is not None:
-        return {-1: tuple(positions)}
+        if not isinstance(positions, Sequence) or isinstance(positions, str):
+            raise PlanError(f"positions={positions!r} must be a list of numbers, 'each' or None")
+        resolve_positions(positions, lengths, "positions")
+        return {-1: tuple(int(position) for position in positions)}
     return {-1: tuple(range(first, width)) if first else None}

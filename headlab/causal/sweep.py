@@ -134,13 +134,13 @@ class Sweep:
         return self.metric.gathered((group, self._plain(group)) for group in self._groups())
 
     def run(
-        self, variants: Sequence[Sequence[Edit]], labels: Sequence[str] | None = None
+        self, variants: Sequence[Sequence[Edit] | Edit], labels: Sequence[str] | None = None
     ) -> Float[np.ndarray, "variant prompt"]:
         """The metric of every prompt under every set of edits.
 
         Args:
-            variants: Sets of edits, each of ordinary ``hl.ablate``, ``hl.patch`` and so on. Values they are given per
-                prompt are of the sweep's prompts, in order.
+            variants: Sets of edits, or single ones: ordinary ``hl.ablate``, ``hl.patch`` and so on. Values they are
+                given per prompt are of the sweep's prompts, in order.
             labels: A name for each, all different: finished parts are stored under them.
 
         Raises:
@@ -150,7 +150,10 @@ class Sweep:
         names = [str(at) for at in range(len(variants))] if labels is None else list(labels)
         if len(set(names)) != len(variants):
             raise PlanError("labels= must give every variant a name of its own")
-        bound = [self._bound(at, edits) for at, edits in enumerate(variants)]
+        if not isinstance(variants, Sequence):
+            raise PlanError(f"a sweep runs a list of sets of edits, not {variants!r:.60}")
+        sets = [(one,) if isinstance(one, Edit) else tuple(one) for one in variants]
+        bound = [self._bound(at, edits) for at, edits in enumerate(sets)]
         bound.sort(key=lambda variant: (variant.position, variant.block, variant.at))
         clean, done = self.clean, 0
         values = np.tile(clean, (len(variants), 1))

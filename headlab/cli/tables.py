@@ -112,6 +112,9 @@ def print_roles(roles: Sequence[Role], as_json: bool) -> None:
             escape(row["role"]), escape(row["title"]), escape(said[row["data"]].format(row["role"]))
         )
     Console().print(table)
+    print(
+        "pairs: clean and corrupted prompts for ablate, patch and circuit; headlab's (--task ioi), or yours"
+    )
 
 
 def print_findings(findings: Sequence[Finding], as_json: bool) -> None:

@@ -50,9 +50,12 @@ def check(
         typer.Option(help="Also check spans and lengths by this model's tokenizer."),
     ] = None,
 ) -> None:
-    """Check data of your own for a role, without scoring anything."""
+    """Check data of your own for a role, or 'pairs' for patching and circuits, without running anything."""
     from headlab.tasks import read_records
 
+    if role == "pairs":
+        print(_checked_pairs(file, model))
+        return
     found = _taking_data(role)
     assert found.schema is not None
     records = read_records(file, found.schema, role)
@@ -63,6 +66,32 @@ def check(
         note = try_out(loaded(model, "auto", "auto", None, False), found, records)
         said += f"; {note}" if note else f" and can be used with {model}"
     print(said)
+
+
+def _checked_pairs(file: Path, model: str | None) -> str:
+    """What is to be said of a file of pairs that can be used.
+
+    Raises:
+        HeadlabError: It cannot.
+    """
+    from headlab.tasks import PAIR_SCHEMA, given_pairs, read_records
+
+    records = read_records(file, PAIR_SCHEMA, "pairs")
+    said = f"{len(records)} records fit the schema of pairs"
+    if model is None:
+        return said
+    from headlab.causal import metrics, pairs
+    from headlab.cli.work import loaded
+
+    live = loaded(model, "auto", "auto", None, False)
+    given = given_pairs(live.tokenizer, records, live.bos, corrupted=False)
+    ids = live.tokens(list(given.clean))
+    metrics.log_probability(list(given.answers)).bind(live, ids)
+    if given.foils:
+        metrics.logit_difference(list(given.answers), list(given.foils)).bind(live, ids)
+    if given.corrupted:
+        pairs(live, given.clean, given.corrupted)
+    return f"{said} and can be used with {model}"
 
 
 class _Reached(Exception):  # not an error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import plotly.graph_objects as go
@@ -16,7 +17,9 @@ if TYPE_CHECKING:
 MOST_EDGES = 500
 BROWN = style.DIVERGING[0][1]
 _DASHES = {"q": "solid", "k": "dash", "v": "dot", "": "solid"}
-_WIDTHS = (1.0, 2.0, 3.5)
+_INPUTS = {"solid": "into q, an MLP or the logits", "dash": "into k", "dot": "into v"}
+#: Width of the strongest edge, and steps of width, in pixels.
+_WIDEST, _STEP = 5.0, 0.5
 #: How far an edge bends aside, in heads per layer it crosses, and how many straight pieces draw it.
 _BEND, _STEPS = 0.07, 12
 
@@ -24,9 +27,9 @@ _BEND, _STEPS = 0.07, 12
 def head_graph(circuit: Circuit, *, title: str | None = None) -> go.Figure:
     """Nodes and edges of a circuit; layers go up, heads across, MLPs to the right.
 
-    Edges are blue where they raise the metric and brown where they lower it, the wider the larger their score, and
-    dashed where they end at a head's k, dotted at its v. A circuit of heads has no edges; its heads are coloured by
-    their score. Point at a node or at the middle of an edge for its score.
+    Edges run upward. They are blue where they raise the metric and brown where they lower it, wider with the square
+    root of the size of their score, and dashed where they end at a head's k, dotted at its v. A circuit of heads has no
+    edges; its heads are coloured by their score. Point at a node or at the middle of an edge for its score.
 
     Args:
         circuit: The circuit, of 500 edges at most: take ``circuit.top(100, "absolute").without_dead_ends()``.
@@ -48,16 +51,37 @@ def head_graph(circuit: Circuit, *, title: str | None = None) -> go.Figure:
         _add_edges(figure, circuit, places)
     _add_nodes(figure, circuit, places)
     layers = sorted({int(y) for _, y in places.values() if 0 <= y < len(circuit.n_heads)})
-    figure.update_xaxes(visible=False)
+    figure.update_xaxes(visible=False, range=[-0.8, max(circuit.n_heads) + 0.8])
     figure.update_yaxes(
-        tickvals=layers, ticktext=[f"L{layer}" for layer in layers], showgrid=False, zeroline=False
+        title="layer",
+        tickvals=layers,
+        ticktext=[f"L{layer}" for layer in layers],
+        showgrid=False,
+        zeroline=False,
     )
     if title is None:
         said = [part for part in (circuit.model, circuit.method, circuit.metric) if part]
         title = f"{len(circuit)} {circuit.kind} · " + " · ".join(said)
     rows = max(y for _, y in places.values()) - min(y for _, y in places.values())
-    height = int(min(1600, 260 + 60 * rows))
-    return style.dressed(figure, style.shown(title, 200), 900, height)
+    # Rows closer than 44 pixels would cover each other's labels.
+    height = int(200 + max(44 * rows, min(60 * rows, 1340)))
+    figure = style.dressed(figure, "", 900, height)
+    if circuit.kind == "heads":
+        return style.headed(figure, title)
+    figure.update_layout(
+        showlegend=True,
+        legend={
+            "orientation": "h",
+            "y": 0,
+            "yanchor": "top",
+            "x": 0,
+            "itemclick": False,
+            "itemdoubleclick": False,
+        },
+    )
+    return style.headed(
+        figure, title, "edges run upward, from what writes to what reads; wider: larger √|score|"
+    )
 
 
 def _place(name: str, circuit: Circuit) -> tuple[float, float]:
@@ -82,7 +106,8 @@ def _add_edges(figure: go.Figure, circuit: Circuit, places: dict[str, tuple[floa
         (x0, y0), (x1, y1) = places[edge.source], places[edge.target]
         # Bent to one side, so that an edge along a column does not run through the nodes between.
         bend = _BEND * (y1 - y0)
-        width = _WIDTHS[min(2, int(3 * abs(score) / largest))]
+        # By the square root, so that beside one strong edge the others still differ.
+        width = max(_STEP, round(_WIDEST * math.sqrt(abs(score) / largest) / _STEP) * _STEP)
         xs, ys = alike.setdefault((score >= 0, _DASHES[edge.input], width), ([], []))
         steps = [at / _STEPS for at in range(_STEPS + 1)]
         xs.extend([*(x0 + t * (x1 - x0) + 4 * t * (1 - t) * bend for t in steps), None])
@@ -94,7 +119,6 @@ def _add_edges(figure: go.Figure, circuit: Circuit, places: dict[str, tuple[floa
                 x=xs,
                 y=ys,
                 mode="lines",
-                name="raises the metric" if positive else "lowers the metric",
                 line={
                     "color": style.BLUE if positive else BROWN,
                     "width": width,
@@ -102,8 +126,14 @@ def _add_edges(figure: go.Figure, circuit: Circuit, places: dict[str, tuple[floa
                 },
                 opacity=0.7,
                 hoverinfo="skip",
+                showlegend=False,
             )
         )
+    looks = [("raises the metric", style.BLUE, "solid"), ("lowers the metric", BROWN, "solid")]
+    looks += [(said, style.SOFT, dash) for dash, said in _INPUTS.items()]
+    for name, colour, dash in looks:
+        line = {"color": colour, "width": 2, "dash": dash}
+        figure.add_trace(go.Scatter(x=[None], y=[None], mode="lines", name=name, line=line))
     figure.add_trace(
         go.Scatter(
             x=[x for x, _, _ in middles],
@@ -113,6 +143,7 @@ def _add_edges(figure: go.Figure, circuit: Circuit, places: dict[str, tuple[floa
             mode="markers",
             name="edges",
             marker={"size": 8, "opacity": 0},
+            showlegend=False,
         )
     )
 
@@ -143,13 +174,21 @@ def _add_nodes(figure: go.Figure, circuit: Circuit, places: dict[str, tuple[floa
             mode="markers+text",
             name="nodes",
             text=names,
-            textposition="top center",
+            textposition=[_beside(name) for name in names],
             textfont={"size": 10, "color": style.INK},
             hovertext=hover,
             hovertemplate="%{hovertext}<extra></extra>",
             marker=marker,
+            showlegend=False,
         )
     )
+
+
+def _beside(name: str) -> str:
+    """Where a node's name is out of the way of other nodes."""
+    if name.startswith("mlp"):
+        return "middle right"
+    return "bottom center" if name == "embed" else "top center"
 
 
 __all__ = ["MOST_EDGES", "head_graph"]

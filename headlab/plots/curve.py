@@ -28,7 +28,8 @@ def faithfulness_curve(
     """Faithfulness over the share of edges or heads, with CPR and CMD in the legend.
 
     Solid: the best by score (CPR is the area under it). Dashed: the best by absolute score (CMD is the area between it
-    and 1). Bands are 95 % intervals over prompts. The axis is logarithmic, the areas are not.
+    and 1). At 0 a circuit carries no more than the empty one, at 1 as much as the whole model. Bands
+    are 95 % intervals over prompts. The axis is logarithmic, the areas are not.
 
     Args:
         curves: One curve, or several by name.
@@ -42,8 +43,8 @@ def faithfulness_curve(
         colour = COLOURS[at % len(COLOURS)]
         shown = f"{style.shown(name)} · " if name else ""
         for ranking, dash, label, area in (
-            ("score", "solid", "CPR", curve.cpr),
-            ("absolute", "dash", "CMD", curve.cmd),
+            ("score", "solid", "by score: CPR", curve.cpr),
+            ("absolute", "dash", "by absolute score: CMD", curve.cmd),
         ):
             frame = curve.frame[curve.frame["ranking"] == ranking]
             value, low, high = area
@@ -55,7 +56,7 @@ def faithfulness_curve(
     figure.update_xaxes(
         type="log", title="share of edges or heads", tickvals=[0.001, 0.01, 0.1, 1], tickformat="~%"
     )
-    figure.update_yaxes(title="faithfulness")
+    figure.update_yaxes(title="faithfulness<br>(0: empty circuit, 1: whole model)")
     return _legend(style.dressed(figure, style.shown(title, 200), 720, 460))
 
 

@@ -19,15 +19,19 @@ if TYPE_CHECKING:
 
 Column = Literal["effect", "normalised", "value"]
 _COLUMNS = ("effect", "normalised", "value")
+#: Pixels: the least a colour bar takes, the most a map takes across.
+_BAR, _WIDEST = 130, 1240
+#: Half the side of a frame, in cells.
+_HALF = 0.43
 
 
 def effect_map(
     effects: Effects, column: Column = "effect", *, alpha: float = 0.05, title: str | None = None
 ) -> go.Figure:
-    """Effect of an intervention at every head: layers down, heads across.
+    """Effect of an intervention at every head: layers down, from the first to the last that was swept, heads across.
 
     Interventions on whole layers (an MLP's output, the stream) stand in columns of their own beside the heads. Cells of
-    q ≤ ``alpha`` are framed. Point at a cell for its interval and p-value.
+    q ≤ ``alpha`` are framed in orange. Point at a cell for its interval and p-value.
 
     Args:
         effects: What a sweep over heads returned.
@@ -36,24 +40,27 @@ def effect_map(
         title: Title of the figure.
 
     Raises:
-        PlanError: There is no such column, or heads have several rows, as in sweeps over positions.
+        PlanError: These are no effects, there is no such column, or heads have several rows, as in sweeps over
+            positions.
     """
-    rows = _records(effects, column)
+    rows = _records(effects, column, "effect_map")
+    layers = [row["layer"] for row in rows]
+    first, last = min(layers, default=0), max(layers, default=-1)
     heads = [f"H{head}" for head in range(max((row["head"] for row in rows), default=-1) + 1)]
     across = heads + list(dict.fromkeys(str(row["site"]) for row in rows if row["head"] < 0))
-    down = [f"L{layer}" for layer in range(max((row["layer"] for row in rows), default=-1) + 1)]
+    down = [f"L{layer}" for layer in range(first, last + 1)]
     places = {name: at for at, name in enumerate(across)}
     cells = [
-        (row["layer"], places[f"H{row['head']}" if row["head"] >= 0 else str(row["site"])], row)
+        (row["layer"] - first, places[f"H{row['head']}" if row["head"] >= 0 else str(row["site"])], row)
         for row in rows
-    ]
-    figure = _heat(cells, down, [style.shown(name) for name in across], column, alpha)
-    figure.update_xaxes(side="top", constrain="domain", tickangle=-90)
+    ]  # fmt: skip
+    names = [style.shown(name) for name in across]
+    figure = _heat(cells, down, names, column, alpha)
+    upright = not _fit(names, CELL)
+    figure.update_xaxes(side="top", constrain="domain", tickangle=-90 if upright else 0)
     figure.update_yaxes(scaleanchor="x", constrain="domain")
-    width, height = 260 + CELL * len(across), 150 + CELL * len(down)
-    figure = style.dressed(figure, _title(effects, title), width, height)
-    room = 8 * max(map(len, across), default=0)  # labels stand upright below the title
-    return figure.update_layout(margin={"t": 55 + room}, height=height + room)
+    room = 8 * max(map(len, across), default=0) if upright else 16
+    return _sized(figure, effects, title, alpha, (len(down), len(across)), above=room)
 
 
 def position_map(
@@ -67,35 +74,35 @@ def position_map(
 ) -> go.Figure:
     """Effect of an intervention at every position: layers or heads down, positions across.
 
+    Only layers or heads that were swept have a row. Cells of q ≤ ``alpha`` are framed in orange.
+
     Args:
         effects: What a sweep over positions returned.
-        tokens: Text of the positions of one prompt, to label them by; shown as text, whatever it holds.
+        tokens: Text of every position of one prompt, to label them by; shown as text, whatever it holds.
         column: ``"effect"``, ``"normalised"`` or ``"value"``.
         top: Where rows are heads, show only those of the largest effect at any position.
         alpha: Corrected p-value up to which cells are framed.
         title: Title of the figure.
 
     Raises:
-        PlanError: There is no such column, the sweep was not over positions, or a cell has several rows.
+        PlanError: These are no effects, there is no such column, the sweep was not over positions, there are more or
+            fewer tokens than positions, or a cell has several rows.
     """
-    rows = [row for row in _records(effects, column) if row["position"] >= 0]
+    rows = [row for row in _records(effects, column, "position_map") if row["position"] >= 0]
     if not rows:
         raise PlanError(
             "these effects are not by position; sweep with positions=, as patch_each(…, positions='each')"
         )
-    units = sorted({(row["layer"], row["head"]) for row in rows})
-    if any(head >= 0 for _, head in units) and len(units) > top:
-        largest: dict[tuple[int, int], float] = {}
-        for row in rows:
-            size = abs(row["effect"]) if math.isfinite(row["effect"]) else 0.0
-            unit = (row["layer"], row["head"])
-            largest[unit] = max(largest.get(unit, 0.0), size)
-        units = sorted(sorted(units, key=lambda unit: -largest[unit])[:top])
+    length = max(row["position"] for row in rows) + 1
+    if len(tokens) not in (0, length):
+        raise PlanError(
+            f"there are {len(tokens)} tokens but {length} positions, 0–{length - 1}; pass one token for each"
+        )
+    units = _units(rows, top)
     at = {unit: place for place, unit in enumerate(units)}
     down = [f"L{layer}H{head}" if head >= 0 else f"L{layer}" for layer, head in units]
-    length = max(max(row["position"] for row in rows) + 1, len(tokens))
     across = [
-        f"{place} {style.shown(tokens[place], LABEL)}" if place < len(tokens) else str(place)
+        f"{place} {style.shown(tokens[place], LABEL)}" if tokens else str(place)
         for place in range(length)
     ]
     cells = [
@@ -104,15 +111,36 @@ def position_map(
         if (row["layer"], row["head"]) in at
     ]
     figure = _heat(cells, down, across, column, alpha)
-    figure.update_xaxes(tickangle=-60, title="position")
-    width, height = min(1400, 280 + CELL * length), 220 + CELL * len(down)
-    return style.dressed(figure, _title(effects, title), width, height)
+    step = -(-length // TICKS)
+    level = _fit(across, step * min(CELL, _WIDEST / length))
+    figure.update_xaxes(tickangle=0 if level else -60, title="position")
+    room = 50 if level else 50 + 6 * max(map(len, across))
+    return _sized(figure, effects, title, alpha, (len(down), length), below=room)
 
 
-def _records(effects: Effects, column: str) -> list[dict[Any, Any]]:
+def _records(effects: Effects, column: str, name: str) -> list[dict[Any, Any]]:
+    from headlab.causal.effects import Effects
+
+    if not isinstance(effects, Effects):
+        raise PlanError(
+            f"{name} draws Effects, as hl.causal.ablate_each and patch_each return, not {type(effects).__name__}"
+        )
     if column not in _COLUMNS:
         raise PlanError(f"column={column!r} must be one of {', '.join(_COLUMNS)}")
     return effects.frame.to_dict("records")
+
+
+def _units(rows: Sequence[Mapping[Any, Any]], top: int) -> list[tuple[int, int]]:
+    """Layer and head of each row of a map; of many heads, those of the largest effects."""
+    units = sorted({(row["layer"], row["head"]) for row in rows})
+    if len(units) <= top or all(head < 0 for _, head in units):
+        return units
+    largest = dict.fromkeys(units, 0.0)
+    for row in rows:
+        unit = (row["layer"], row["head"])
+        size = abs(row["effect"]) if math.isfinite(row["effect"]) else 0.0
+        largest[unit] = max(largest[unit], size)
+    return sorted(sorted(units, key=lambda unit: -largest[unit])[:top])
 
 
 def _heat(
@@ -133,7 +161,7 @@ def _heat(
         values[y, x] = row[column]
         hover[y, x] = _hover(row)
     # Values have no zero to diverge from: they are shown from lowest to highest.
-    diverging = column == "effect"
+    diverging = column != "value"
     finite = values[np.isfinite(values)]
     limit = float(abs(finite).max()) if finite.size else 1.0
     scale = {"zmin": -limit, "zmax": limit, "zmid": 0} if diverging else {}
@@ -148,30 +176,59 @@ def _heat(
             colorscale=style.DIVERGING if diverging else style.SEQUENTIAL,
             xgap=1,
             ygap=1,
-            colorbar={"title": {"text": column}, "thickness": 12, "outlinewidth": 0},
+            colorbar={
+                "title": {"text": column},
+                "thickness": 12,
+                "outlinewidth": 0,
+                "lenmode": "pixels",
+                "len": max(_BAR, CELL * len(down)),
+                "y": 1,
+                "yanchor": "top",
+            },
             **scale,
         )
     )
-    clear = [(y, x, row) for y, x, row in cells if row["q_value"] <= alpha]
+    # Frames are drawn in cells, not in pixels, since the cells of long prompts are narrow.
+    frames: tuple[list[float | None], list[float | None]] = ([], [])
+    for y, x, row in cells:
+        if row["q_value"] <= alpha:
+            frames[0].extend([*(x + side * _HALF for side in (-1, 1, 1, -1, -1)), None])
+            frames[1].extend([*(y + side * _HALF for side in (-1, -1, 1, 1, -1)), None])
     figure.add_trace(
         go.Scatter(
-            x=[x for _, x, _ in clear],
-            y=[y for y, _, _ in clear],
-            text=[_hover(row) for _, _, row in clear],
-            hovertemplate="%{text}<extra></extra>",
-            mode="markers",
+            x=frames[0],
+            y=frames[1],
+            mode="lines",
             name=f"q ≤ {alpha:g}",
-            marker={
-                "symbol": "square-open",
-                "size": CELL - 5,
-                "color": style.INK,
-                "line": {"width": 2, "color": style.INK},
-            },
+            line={"width": 2, "color": style.ORANGE},
+            hoverinfo="skip",
         )
     )
-    figure.update_xaxes(**_axis(across))
-    figure.update_yaxes(**_axis(down), autorange="reversed")
+    figure.update_xaxes(**_axis(across), range=[-0.5, max(len(across), 1) - 0.5])
+    figure.update_yaxes(**_axis(down), range=[max(len(down), 1) - 0.5, -0.5])
     return figure
+
+
+def _sized(
+    figure: go.Figure,
+    effects: Effects,
+    title: str | None,
+    alpha: float,
+    shape: tuple[int, int],
+    *,
+    above: int = 0,
+    below: int = 20,
+) -> go.Figure:
+    """The figure in a size that gives each cell :data:`CELL` pixels, and the colour bar room."""
+    rows, columns = shape
+    left, right = 75, 90
+    across, down = min(_WIDEST, CELL * columns), CELL * rows
+    below = max(below, _BAR + 20 - down)
+    figure = style.dressed(figure, "", left + across + right, 70 + down + below)
+    figure.update_layout(margin={"l": left, "r": right, "b": below})
+    framed = bool(figure.data[1].x)
+    note = f"framed in orange: q ≤ {alpha:g}" if framed else f"no cell has q ≤ {alpha:g}"
+    return style.headed(figure, _title(effects, title), note, above)
 
 
 def _axis(names: list[str]) -> dict[str, Any]:
@@ -181,14 +238,20 @@ def _axis(names: list[str]) -> dict[str, Any]:
     return {"tickvals": places, "ticktext": labels, "showgrid": False, "zeroline": False}
 
 
+def _fit(names: Sequence[str], pixels: float) -> bool:
+    """Whether labels stand side by side, so many pixels apart, without being turned."""
+    return 8 * max(map(len, names), default=0) + 3 <= pixels
+
+
 def _hover(row: Mapping[Any, Any]) -> str:
     head = f"L{row['layer']}H{row['head']}" if row["head"] >= 0 else f"L{row['layer']}"
     place = f" at position {row['position']}" if row["position"] >= 0 else ""
-    normalised = row["normalised"]
+    normalised, low, high = row["normalised"], row["ci_low"], row["ci_high"]
     more = f"<br>normalised {normalised:.3f}" if math.isfinite(normalised) else ""
+    interval = f" [{low:.4g}, {high:.4g}]" if math.isfinite(low) else ""  # none of a single prompt
     return (
         f"<b>{head}</b> {style.shown(str(row['site']))}{place}"
-        f"<br>effect {row['effect']:.4g} [{row['ci_low']:.4g}, {row['ci_high']:.4g}]"
+        f"<br>effect {row['effect']:.4g}{interval}"
         f"<br>value {row['value']:.4g}{more}<br>q {row['q_value']:.2g}, n {row['n']}"
     )
 
@@ -198,4 +261,4 @@ def _title(effects: Effects, title: str | None) -> str:
         about = effects.about
         parts = [about.get("did"), about.get("direction") or about.get("kind"), about.get("metric")]
         title = " · ".join(str(part) for part in parts if part)
-    return style.shown(title, 200) if title else ""
+    return title or "Effects"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from html import escape
 
 import plotly.graph_objects as go
@@ -28,6 +29,8 @@ SEQUENTIAL = (
 INK = "#1b1e23"
 SOFT = "#666e79"
 BLUE = "#17578f"
+ORANGE = "#ff8c00"
+"""Shows on the palest and the darkest cells of both scales."""
 
 
 def shown(text: str, limit: int = 40) -> str:
@@ -49,3 +52,32 @@ def dressed(figure: go.Figure, title: str, width: int, height: int) -> go.Figure
         showlegend=False,
     )
     return figure
+
+
+def headed(figure: go.Figure, title: str, note: str = "", room: int = 0) -> go.Figure:
+    """Give a dressed figure a title of any length: it wraps, and the figure grows beside and above its plot to hold it.
+
+    Args:
+        figure: The figure.
+        title: Title, as it is; shown as text.
+        note: A smaller line below it.
+        room: Pixels that labels above the plot take.
+    """
+    shape = figure.layout
+    text = visible(title, 200)
+    beside = shape.margin.l + 10
+    width = max(shape.width, beside + min(9 * len(text), 560), beside + 7 * len(note))
+    lines = textwrap.wrap(text, (width - beside) // 9)
+    top = 24 + 21 * len(lines) + (20 if note else 0) + room
+    return figure.update_layout(
+        title={
+            "text": "<br>".join(shown(line, 200) for line in lines),
+            "subtitle": {"text": shown(note, 200) if note else "", "font": {"size": 12}},
+            "yref": "container",
+            "yanchor": "top",
+            "y": 1 - 12 / (shape.height + top - shape.margin.t),
+        },
+        width=width,
+        height=shape.height + top - shape.margin.t,
+        margin={"r": shape.margin.r + width - shape.width, "t": top},
+    )

@@ -78,8 +78,8 @@ def atp(
         corrupted: As many that do not.
         metric: What is attributed.
         site: Where heads are patched; at q and k after position encoding, keys and values of a group per query head.
-        by: Each head at all positions, or each head at each position that every prompt of the patched run has, from
-            the first at which the two runs can differ.
+        by: ``"head"``, each head at all positions, or ``"head_position"``, each head at each position that every prompt
+            of the patched run has, from the first at which the two runs can differ.
         direction: ``"denoising"`` patches the corrupted run with clean values, ``"noising"`` the clean run with
             corrupted ones.
         align: From which end positions count where a pair differs in length.

@@ -67,7 +67,9 @@ class Edges:
     Attributes:
         frame: One row per edge: source, target, input (``"q"``, ``"k"`` or ``"v"`` of a head, else ``""``), score in
             units of the metric. Nodes are ``embed``, ``L3H2``, ``mlp3`` and ``logits``.
-        about: How the scores were made, and the mean of the metric in the clean and in the corrupted runs.
+        about: How the scores were made, and the mean of the metric in the clean and in the corrupted runs;
+            ``completeness`` is what the edges out of the embedding sum to as a share of the change of the metric: 1
+            where the steps of :func:`eap_ig` were enough.
     """
 
     frame: pd.DataFrame
@@ -102,7 +104,12 @@ class Edges:
         return len(self.frame)
 
     def __repr__(self) -> str:
-        return f"{len(self)} edges by {self.about['method']}\n{self.frame.head(10).to_string()}"
+        complete = self.about.get("completeness")
+        said = "" if complete is None else f"; completeness {complete:.3f}"
+        return (
+            f"{len(self)} edges by {self.about['method']}{said}; negative: corrupting it lowers the metric\n"
+            f"{self.frame.head(10).to_string()}"
+        )
 
 
 def eap(
@@ -160,6 +167,10 @@ def eap_ig(
         points: Where the m points lie: ``"midpoint"``, or ``"left"`` and ``"right"`` as in official code.
         tokens_at_once: Tokens run at once with gradients; lower it where memory runs out.
         tell: Called with progress.
+
+    Returns:
+        Scores that estimate what corrupting an edge does: negative where the edge raises the metric. (A
+        :class:`~headlab.causal.Circuit` made of them turns the sign.)
 
     Raises:
         PromptError: Clean and corrupted prompts do not match.
@@ -220,6 +231,8 @@ class _Scoring:
         )
         self.stream = readers.stream_of(model, self.clean, self.metric)
         self.graph = Graph(model.spec, self.stream.parallel)
+        #: What corruption makes of the metric, a mean over prompts.
+        self.change = float(values[1].mean() - values[0].mean())
         self.about = {
             "metric": bound.name,
             "model": model.name,
@@ -246,6 +259,10 @@ class _Scoring:
         frame["score"] = scores[rows, columns].numpy()
         order = frame["score"].abs().sort_values(ascending=False, kind="stable").index
         about = {"method": paths.name, **self.about}
+        change = self.change
+        if paths.kind == "inputs" and change:
+            total = frame.loc[frame["source"] == "embed", "score"].sum()
+            about["completeness"] = float(total) / change
         return Edges(frame.loc[order].reset_index(drop=True), about)
 
 

@@ -153,7 +153,8 @@ def attention_rollout(
         model: A decoder-only or encoder-only model.
         prompt: One prompt.
         residual_share: Weight r of the residual connection.
-        without_first: Leave the first token out of every pattern, so that the sink does not cover all else.
+        without_first: Leave the first token out of every pattern. In decoders it is wanted: with the first token, the
+            attention sink, nearly everything rolls out to it.
         heads: Heads to roll out one by one as well.
         tell: Told how far it is.
 

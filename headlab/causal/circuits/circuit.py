@@ -11,12 +11,14 @@ import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from headlab.attention import Head, parse_heads
 from headlab.attention.keep import is_whole
 from headlab.causal.graph import EMBED, HEAD_INPUTS, LOGITS, Edge, EdgeLike
-from headlab.errors import PlanError
+from headlab.errors import OutputError, PlanError
+from headlab.shards import write_text
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -298,6 +300,27 @@ class Circuit:
         from headlab.causal.circuits.circuit_json import from_json
 
         return from_json(text)
+
+    def save(self, path: str | Path) -> Path:
+        """Write :meth:`to_json` to a file, whole or not at all.
+
+        Raises:
+            OutputError: It cannot be written.
+        """
+        return write_text(path, self.to_json(indent=1) + "\n")
+
+    @staticmethod
+    def load(path: str | Path) -> Circuit:
+        """Read what :meth:`save` wrote.
+
+        Raises:
+            OutputError: The file cannot be read, or holds no circuit.
+        """
+        try:
+            text = Path(path).read_text("utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise OutputError(f"{path} cannot be read as a circuit: {error}") from error
+        return Circuit.from_json(text)
 
     def _check(self, item: Edge | str) -> None:
         if self.kind == "heads":

@@ -19,6 +19,8 @@ from jaxtyping import Float
 
 from headlab.attention import Head, HeadsLike, parse_heads
 from headlab.attention.keep import is_whole
+from headlab.causal.circuits.circuit import Circuit
+from headlab.causal.effects import Effects
 from headlab.causal.removal import Removal
 from headlab.causal.sweep import Sweep
 from headlab.errors import PlanError
@@ -55,7 +57,7 @@ def pruning_curve(
     model: Model,
     prompts: Prompt,
     metric: Metric | Callable[..., Any],
-    scores: Mapping[Any, float] | Literal["random"],
+    scores: Mapping[Any, float] | Effects | Literal["random"],
     *,
     step: float = 0.1,
     keep_one: bool = False,
@@ -71,7 +73,8 @@ def pruning_curve(
         model: The model.
         prompts: The prompts.
         metric: What to measure.
-        scores: Importance of each head, by any name of it; heads without a score stay. Or ``"random"``.
+        scores: Importance of each head, by any name of it; heads without a score stay. Or the effects of ablating or
+            patching heads, by which what raises the metric is important; or ``"random"``.
         step: Share of the heads that go at each step: 0.05 or 0.1.
         keep_one: Whether every layer keeps its most important head.
         kind: What takes a head out: ``"zero"`` or ``"mean"`` z.
@@ -185,8 +188,10 @@ def greedy_pruning(
 
 
 def _order(
-    model: Model, scores: Mapping[Any, float] | Literal["random"], seed: int
+    model: Model, scores: Mapping[Any, float] | Effects | Literal["random"], seed: int
 ) -> tuple[Head, ...]:
+    if isinstance(scores, Effects):
+        scores = Circuit.of_heads(model, scores).scores
     if isinstance(scores, str):
         if scores != "random":
             raise PlanError(f"scores={scores!r} must be 'random' or a score for each head")

@@ -117,7 +117,7 @@ class EdgeRuns:
         """The metric of runs in which only these edges carry what they carry in the run itself.
 
         Args:
-            kept: Sets of edges, each edge ``(source, target, input)``.
+            kept: Circuits, or sets of edges, each edge ``(source, target, input)``.
 
         Raises:
             PlanError: An edge does not exist.
@@ -264,7 +264,7 @@ class EdgeRuns:
 
 
 def _sets(sets: Sequence[Iterable[EdgeLike]]) -> list[list[EdgeLike]]:
-    listed = [list(edges) for edges in sets]
+    listed = [list(getattr(edges, "edges", edges)) for edges in sets]  # a Circuit has its edges
     if not listed:
         raise PlanError(
             "no circuit was given; pass a list of sets of edges, which may be empty sets"

@@ -139,7 +139,7 @@ def path_patch(
             done = min(begin + size, len(chosen))
             tell(f"{done} of {len(chosen)} senders on {len(one.group.rows)} prompts")
     about = {
-        "method": "path patching",
+        "did": "path patching",
         "model": model.name,
         "metric": measure.name,
         "receivers": to.text,
