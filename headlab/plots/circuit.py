@@ -51,20 +51,24 @@ def head_graph(circuit: Circuit, *, title: str | None = None) -> go.Figure:
         _add_edges(figure, circuit, places)
     _add_nodes(figure, circuit, places)
     layers = sorted({int(y) for _, y in places.values() if 0 <= y < len(circuit.n_heads)})
-    figure.update_xaxes(visible=False, range=[-0.8, max(circuit.n_heads) + 0.8])
+    # Bent edges can run beyond the last column, and names stand beside it.
+    drawn = [x for trace in figure.data for x in trace.x if x is not None]
+    low, high = min(y for _, y in places.values()), max(y for _, y in places.values())
+    figure.update_xaxes(visible=False, range=[-0.8, max(*drawn, max(circuit.n_heads)) + 0.8])
     figure.update_yaxes(
         title="layer",
         tickvals=layers,
         ticktext=[f"L{layer}" for layer in layers],
         showgrid=False,
         zeroline=False,
+        range=[low - 0.8, high + 0.8],
     )
     if title is None:
         said = [part for part in (circuit.model, circuit.method, circuit.metric) if part]
         title = f"{len(circuit)} {circuit.kind} · " + " · ".join(said)
-    rows = max(y for _, y in places.values()) - min(y for _, y in places.values())
-    # Rows closer than 44 pixels would cover each other's labels.
-    height = int(200 + max(44 * rows, min(60 * rows, 1340)))
+    rows = high - low + 1.6
+    # Of rows closer than 44 pixels, names would cover nodes.
+    height = int(150 + max(44 * rows, min(60 * rows, 1400)))
     figure = style.dressed(figure, "", 900, height)
     if circuit.kind == "heads":
         return style.headed(figure, title)
@@ -80,7 +84,7 @@ def head_graph(circuit: Circuit, *, title: str | None = None) -> go.Figure:
         },
     )
     return style.headed(
-        figure, title, "edges run upward, from what writes to what reads; wider: larger √|score|"
+        figure, title, "edges run upward, from what writes to what reads; width grows with √|score|"
     )
 
 
@@ -151,7 +155,7 @@ def _add_edges(figure: go.Figure, circuit: Circuit, places: dict[str, tuple[floa
 def _add_nodes(figure: go.Figure, circuit: Circuit, places: dict[str, tuple[float, float]]) -> None:
     names = list(places)
     marker: dict[str, object] = {
-        "size": 26,
+        "size": 22,
         "color": "#ffffff",
         "line": {"width": 1.5, "color": style.INK},
     }

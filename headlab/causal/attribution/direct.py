@@ -95,6 +95,18 @@ class DirectAttribution:
         order = self.frame["value"].abs().sort_values(ascending=False, kind="stable").index
         return self.frame.loc[order[:n]].reset_index(drop=True)
 
+    def __repr__(self) -> str:
+        means = self.values.mean(1)
+        largest = []
+        for at in np.argsort(-np.abs(means), kind="stable")[:5]:
+            site, layer, head = self.terms[at]
+            name = f"L{layer}H{head}" if head >= 0 else f"L{layer} {site}" if layer >= 0 else site
+            largest.append(f"{name} {means[at]:.3g}")
+        return (
+            f"DirectAttribution of {len(self.total)} prompts: logit difference {self.total.mean():.3g} = sum of "
+            f"{len(self.terms)} terms (means over prompts)\n  largest: {', '.join(largest)}"
+        )
+
 
 def direct_logit_attribution(
     model: Model,

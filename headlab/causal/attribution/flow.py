@@ -99,6 +99,15 @@ class InformationFlow:
         layer, head = np.indices(self.heads.shape[:2]).reshape(2, -1)
         return pd.DataFrame({"layer": layer, "head": head, "value": self.heads.mean(-1).ravel()})
 
+    def __repr__(self) -> str:
+        layers, heads = self.attention.shape[:2]
+        rows = self.frame.nlargest(5, "value").itertuples(index=False, name=None)
+        largest = ", ".join(f"L{layer}H{head} {value:.3g}" for layer, head, value in rows)
+        return (
+            f"InformationFlow of {len(self.tokens)} tokens through {layers} layers of {heads} heads\n"
+            f"  most important heads, mean over queries: {largest}"
+        )
+
     def routes(self, position: int = -1, threshold: float = 0.01) -> Routes:
         """The part of the graph reached from a position of the last layer over edges above a threshold.
 
@@ -195,6 +204,20 @@ class Routes:
             for head in np.flatnonzero(self.flow.attention[layer, :, q, k] > self.threshold)
         ]
         return pd.DataFrame(rows, columns=["layer", "head", "query", "key", "importance"])
+
+    def __repr__(self) -> str:
+        tokens = self.flow.tokens
+        moved = [link for link in self.links if link[0].position != link[1].position]
+        largest = "; ".join(
+            f"layer {to.layer}: {tokens[source.position]!r} at {source.position} → "
+            f"{tokens[to.position]!r} at {to.position} {importance:.3g}"
+            for source, to, _, importance in sorted(moved, key=lambda link: -link[3])[:4]
+        )
+        return (
+            f"Routes from {tokens[self.start.position]!r} at {self.start.position}: {len(self.nodes)} nodes, "
+            f"{len(self.links)} edges above {self.threshold:g}\n"
+            f"  largest between positions: {largest or 'none'}"
+        )
 
 
 def proximity(

@@ -56,6 +56,13 @@ class Rollout:
     values: Float[np.ndarray, "layer query token"]
     heads: Mapping[Head, Float[np.ndarray, "query token"]]
 
+    def __repr__(self) -> str:
+        heads = f", and of {len(self.heads)} heads by themselves" if self.heads else ""
+        return (
+            f"Rollout of {len(self.tokens)} tokens through {len(self.values)} layers{heads}\n"
+            f"  from the last token in the last layer: {_largest(self.tokens, self.values[-1, -1])}"
+        )
+
 
 @dataclass(frozen=True)
 class Flow:
@@ -74,6 +81,18 @@ class Flow:
     queries: tuple[int, ...]
     values: Float[np.ndarray, "layer query token"]
     raw: Float[np.ndarray, "layer query token"]
+
+    def __repr__(self) -> str:
+        return (
+            f"Flow of {len(self.tokens)} tokens from {len(self.layers)} layers and {len(self.queries)} positions\n"
+            f"  from position {self.queries[-1]} in layer {self.layers[-1]}: "
+            f"{_largest(self.tokens, self.values[-1, -1])}"
+        )
+
+
+def _largest(tokens: Sequence[str], shares: Float[np.ndarray, " token"]) -> str:
+    order = np.argsort(-shares, kind="stable")[:5]
+    return ", ".join(f"{tokens[at]!r} at {at} {shares[at]:.3g}" for at in order)
 
 
 # -- the definitions ---------------------------------------------------------------------------------------------------

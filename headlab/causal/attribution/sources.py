@@ -126,6 +126,19 @@ class SourceAttribution:
     def _mean(self, values: Float[np.ndarray, "prompt layer head"]) -> Float[np.ndarray, " row"]:
         return np.asarray(values.mean(0)[~np.isnan(self.heads[0])])
 
+    def __repr__(self) -> str:
+        rows = self.frame.sort_values("value", key=abs, ascending=False, kind="stable").head(5)
+        largest = [
+            f"L{row['layer']}H{row['head']} {row['value']:.3g}"
+            + "".join(f", {label} {row[label]:.3g}" for label in self.spans)
+            for row in rows.to_dict("records")
+        ]
+        return (
+            f"SourceAttribution of {len(self.total)} prompts and {len(self.frame)} heads, logit difference "
+            f"{self.total.mean():.3g} (means over prompts)\n  spans: {', '.join(self.spans) or 'none'}\n"
+            f"  largest heads: {'; '.join(largest)}"
+        )
+
 
 def by_source(
     model: Model,

@@ -157,6 +157,13 @@ class Circuit:
     def __len__(self) -> int:
         return len(self.scores)
 
+    def __repr__(self) -> str:
+        about = ", ".join(filter(None, (self.model, self.metric, self.method)))
+        largest = self.top(5, "absolute")
+        shown = (largest.edges if self.kind == "edges" else largest.scores).items()
+        most = ", ".join(f"{item} {score:.3g}" for item, score in shown)
+        return f"Circuit of {len(self)} of {self.n_possible} {self.kind}: {about}\n  largest: {most or 'none'}"
+
     @property
     def edges(self) -> dict[Edge, float]:
         """Edges with their scores.
@@ -182,23 +189,16 @@ class Circuit:
         def place(name: str) -> tuple[float, bool, int]:
             """Of one rank, heads by number and then the MLP that runs beside them."""
             match = _NODE.match(name)
-            return (
-                self._order(name),
-                name.startswith("mlp"),
-                int(match["head"] or 0) if match else 0,
-            )
+            head = int(match["head"] or 0) if match else 0
+            return self._order(name), name.startswith("mlp"), head
 
         return tuple(sorted(map(str, names), key=place))
 
     @property
     def heads(self) -> tuple[Head, ...]:
         """Its heads, sorted."""
-        found = (_NODE.match(name) for name in self.nodes)
-        return tuple(
-            Head(int(match["layer"]), int(match["head"]))
-            for match in found
-            if match and match["layer"]
-        )
+        found = [match for match in map(_NODE.match, self.nodes) if match and match["layer"]]
+        return tuple(Head(int(match["layer"]), int(match["head"])) for match in found)
 
     @property
     def n_possible(self) -> int:

@@ -52,6 +52,19 @@ class PruningCurve:
     values: Float[np.ndarray, "step prompt"] = field(repr=False)
     about: dict[str, Any]
 
+    def __repr__(self) -> str:
+        about = ", ".join(f"{key} {value}" for key, value in self.about.items())
+        steps = self.frame.iloc[sorted({0, len(self.frame) // 2, len(self.frame) - 1})]
+        metric = ", ".join(
+            f"{row.metric:.4g} with {row.removed} ({row.share:.0%}) out"
+            for row in steps.itertuples()
+        )
+        first = ", ".join(map(str, self.order[:8])) + (", …" if len(self.order) > 8 else "")
+        return (
+            f"PruningCurve of {len(self.order)} heads in {len(self.frame)} steps ({about})\n"
+            f"  metric: {metric}\n  first to go: {first or 'none'}"
+        )
+
 
 def pruning_curve(
     model: Model,
