@@ -59,19 +59,64 @@ def test_every_effect_is_at_its_layer_and_head(by_head):
 def test_clear_effects_are_framed(by_head):
     figure = plots.effect_map(by_head, alpha=0.01)
     marks = figure.data[1]
-    framed = set(zip(marks.y, marks.x, strict=True))
+    corners = np.array(
+        [point for point in zip(marks.y, marks.x, strict=True) if point[0] is not None]
+    )
+    outlines = corners.reshape(-1, 5, 2)  # closed: the fifth corner is the first
+    framed = {tuple(map(round, outline[:4].mean(0))) for outline in outlines}
+    assert np.abs(outlines - outlines[:, :4].mean(1, keepdims=True)).max() < 0.5  # within the cell
     clear = by_head.frame[by_head.frame["q_value"] <= 0.01]
     assert 0 < len(clear) < len(by_head.frame)
     assert framed == {(r.layer, r.head if r.head >= 0 else 4) for r in clear.itertuples()}
+    assert figure.layout.title.subtitle.text == "framed in orange: q ≤ 0.01"
+    none = plots.effect_map(by_head, alpha=0)
+    assert not none.data[1].x
+    assert none.layout.title.subtitle.text == "no cell has q ≤ 0"
 
 
-def test_normalised_effects_need_not_diverge(by_head):
+def test_signed_columns_diverge_from_zero_and_values_do_not(by_head):
     heat = plots.effect_map(by_head, "normalised").data[0]
     row = by_head.frame.iloc[0]
     assert heat.z[0][0] == row["normalised"]
-    assert heat.zmid is None
+    assert (heat.zmid, heat.zmin) == (0, -heat.zmax)
+    assert plots.effect_map(by_head, "value").data[0].zmid is None
     bare = plots.effect_map(effects([{"layer": 0, "head": 0}], corrupted=False))
     assert "normalised" not in bare.data[0].text[0][0]
+
+
+def test_layers_run_from_the_first_to_the_last_that_was_swept():
+    swept = effects([{"layer": layer, "head": head} for layer in (22, 24) for head in (0, 1)])
+    figure = plots.effect_map(swept)
+    assert figure.layout.yaxis.ticktext == ("L22", "L23", "L24")
+    rows = swept.frame.set_index(["layer", "head"])["effect"]
+    assert list(figure.data[0].z[0]) == [rows[22, 0], rows[22, 1]]
+    assert list(figure.data[0].z[2]) == [rows[24, 0], rows[24, 1]]
+    assert np.isnan(figure.data[0].z[1]).all()
+
+
+@pytest.mark.parametrize("title", ["Logit difference of answers and foils", "word " * 38])
+def test_titles_fit_beside_and_above_a_map_of_one_column(title):
+    figure = plots.effect_map(effects([{"layer": 0, "site": "mlp_out"}]), title=title)
+    lines = figure.layout.title.text.split("<br>")
+    assert " ".join(lines) == title.strip()
+    margin = figure.layout.margin
+    assert margin.l + 8 * max(map(len, lines)) <= figure.layout.width
+    assert margin.t >= 20 * len(lines) + 8 * len("mlp_out")
+    # The cell keeps its size, and the colour bar its room.
+    assert figure.layout.width - margin.l - margin.r == plots.heatmap.CELL
+    below_top = figure.layout.height - margin.t
+    assert figure.data[0].colorbar.len >= 100
+    assert below_top >= figure.data[0].colorbar.len
+
+
+def test_one_prompt_has_no_interval_to_point_at():
+    lone = effects_of(
+        [{"layer": 0, "head": 0}], np.ones((1, 1)), np.zeros(1), np.zeros(1), None, {}
+    )
+    lone.frame[["ci_low", "ci_high"]] = math.nan
+    figure = plots.effect_map(lone)
+    assert "effect 1<br>" in figure.data[0].text[0][0]
+    assert figure.layout.title.text == "Effects"
 
 
 @pytest.fixture
@@ -96,6 +141,7 @@ def test_positions_run_across_and_the_largest_heads_down(by_position):
             assert figure.data[0].z[wanted.index(name)][row["position"]] == row["effect"]
     labels = figure.layout.xaxis.ticktext
     assert labels[0] == "0 The"
+    assert figure.layout.xaxis.tickangle == -60
     assert not any("<" in label or "$" in label for label in labels)
 
 
@@ -104,6 +150,7 @@ def test_whole_layers_run_down_in_order():
     figure = plots.position_map(effects(keys), top=1)
     assert figure.layout.yaxis.ticktext == ("L0", "L1", "L2")
     assert figure.layout.xaxis.ticktext == ("0", "1", "2")
+    assert figure.layout.xaxis.tickangle == 0
     assert all(math.isnan(row[1]) for row in figure.data[0].z)
 
 
@@ -115,6 +162,11 @@ def test_maps_say_what_they_cannot_show(by_head, by_position):
     for draw in (plots.effect_map, plots.position_map):
         with pytest.raises(PlanError, match="column='q_value' must be one of"):
             draw(by_position, column="q_value")
+        with pytest.raises(PlanError, match=rf"{draw.__name__} draws Effects, .* not dict"):
+            draw({"L0H0": 0.1})
+    for n in (3, 5):
+        with pytest.raises(PlanError, match=f"there are {n} tokens but 4 positions, 0–3"):
+            plots.position_map(by_position, ["a"] * n)
 
 
 def faithful(shift=0.0) -> FaithfulnessCurve:
@@ -145,10 +197,10 @@ def test_faithfulness_curves_carry_cpr_and_cmd_in_the_legend():
     figure = plots.faithfulness_curve({"<EAP>": faithful(), "random": faithful(-0.1)})
     lines = [trace for trace in figure.data if trace.mode == "lines+markers"]
     assert [line.name for line in lines] == [
-        "&lt;EAP&gt; · CPR 0.900 [0.800, 1.000]",
-        "&lt;EAP&gt; · CMD 0.200 [0.100, 0.300]",
-        "random · CPR 0.900 [0.800, 1.000]",
-        "random · CMD 0.200 [0.100, 0.300]",
+        "&lt;EAP&gt; · by score: CPR 0.900 [0.800, 1.000]",
+        "&lt;EAP&gt; · by absolute score: CMD 0.200 [0.100, 0.300]",
+        "random · by score: CPR 0.900 [0.800, 1.000]",
+        "random · by absolute score: CMD 0.200 [0.100, 0.300]",
     ]
     assert [line.line.dash for line in lines] == ["solid", "dash"] * 2
     assert list(lines[0].y) == [0.2, 0.9, 1.0]
@@ -157,6 +209,9 @@ def test_faithfulness_curves_carry_cpr_and_cmd_in_the_legend():
     band = figure.data[0]
     assert list(band.y) == pytest.approx([0.4, 1.1, 1.2, 0.9, 0.8, 0.1])
     assert figure.layout.showlegend
+    assert figure.layout.yaxis.title.text.endswith("(0: empty circuit, 1: whole model)")
+    alone = plots.faithfulness_curve(faithful())
+    assert "by score: CPR 0.900 [0.800, 1.000]" in [trace.name for trace in alone.data]
     with pytest.raises(PlanError, match="there is no curve"):
         plots.faithfulness_curve({})
 
@@ -212,7 +267,7 @@ def test_a_graph_runs_from_the_embedding_up_to_the_logits():
     assert places["mlp0"][0] > 2  # beside the heads
     drawn = {}
     for trace in figure.data:
-        if trace.mode == "lines":
+        if trace.mode == "lines" and trace.showlegend is False:
             gaps = [at for at, x in enumerate(trace.x) if x is None]
             for start, stop in zip([-1, *gaps], gaps, strict=False):
                 first, last = start + 1, stop - 1
@@ -227,14 +282,46 @@ def test_a_graph_runs_from_the_embedding_up_to_the_logits():
     widths = {
         score: drawn[places[e.source], places[e.target]].line.width for e, score in EDGES.items()
     }
-    assert widths[0.9] > widths[-0.5] > widths[0.1]
+    # Square roots, to half a pixel: one strong edge leaves the others visible and distinct.
+    for score, width in widths.items():
+        assert width == pytest.approx(5 * math.sqrt(abs(score) / 0.9), abs=0.25)
     hover = next(trace for trace in figure.data if trace.name == "edges")
     assert "L0H1 → L2H0.k<br>score -0.5" in hover.text
+
+
+def test_a_graph_says_what_its_lines_mean():
+    figure = plots.head_graph(circuit(EDGES))
+    legend = {
+        trace.name: (trace.line.color, trace.line.dash)
+        for trace in figure.data
+        if trace.showlegend is not False
+    }
+    assert figure.layout.showlegend
+    assert legend["raises the metric"] == (plots.style.BLUE, "solid")
+    assert legend["lowers the metric"] == ("#8a5a2b", "solid")
+    dashes = {name: dash for name, (_, dash) in legend.items() if name.startswith("into")}
+    assert dashes == {"into q, an MLP or the logits": "solid", "into k": "dash", "into v": "dot"}
+    assert "edges run upward" in figure.layout.title.subtitle.text
+
+
+def test_a_graph_shows_all_of_its_edges_and_keeps_names_off_other_nodes():
+    long = Circuit(
+        "edges", {Edge("L0H2", "mlp29"): 1.0, Edge("mlp0", "mlp29"): 1.0}, "toy", "", (3,) * 30
+    )
+    figure = plots.head_graph(long)
+    (left, right), (low, high) = figure.layout.xaxis.range, figure.layout.yaxis.range
+    for trace in figure.data:
+        assert all(left < x < right for x in trace.x if x is not None)
+        assert all(low < y < high for y in trace.y if y is not None)
+    nodes = next(trace for trace in figure.data if trace.name == "nodes")
+    sides = dict(zip(nodes.text, nodes.textposition, strict=True))
+    assert sides == {"L0H2": "top center", "mlp0": "middle right", "mlp29": "middle right"}
 
 
 def test_a_circuit_of_heads_is_coloured_by_score():
     figure = plots.head_graph(circuit({"L1H2": 2.0, "L0H0": -1.0}, "heads"))
     (nodes,) = figure.data
+    assert not figure.layout.showlegend
     assert dict(zip(nodes.text, nodes.marker.color, strict=True)) == {"L0H0": -1.0, "L1H2": 2.0}
     assert (nodes.marker.cmin, nodes.marker.cmax) == (-2.0, 2.0)
 
@@ -265,7 +352,7 @@ def test_hostile_names_become_plain_titles(text):
     for figure in figures:
         assert isinstance(figure, go.Figure)
         named = [trace.name for trace in figure.data if trace.name]
-        for shown in (figure.layout.title.text, *named):
+        for shown in (figure.layout.title.text.replace("<br>", ""), *named):
             assert "<" not in shown
             assert "$" not in shown
             assert shown.isprintable()

@@ -69,13 +69,14 @@ def headed(figure: go.Figure, title: str, note: str = "", room: int = 0) -> go.F
     width = max(shape.width, beside + min(9 * len(text), 560), beside + 7 * len(note))
     lines = textwrap.wrap(text, (width - beside) // 9)
     top = 24 + 21 * len(lines) + (20 if note else 0) + room
+    start = 12 if len(lines) == 1 else 23  # plotly begins titles of several lines higher
     return figure.update_layout(
         title={
             "text": "<br>".join(shown(line, 200) for line in lines),
             "subtitle": {"text": shown(note, 200) if note else "", "font": {"size": 12}},
             "yref": "container",
             "yanchor": "top",
-            "y": 1 - 12 / (shape.height + top - shape.margin.t),
+            "y": 1 - start / (shape.height + top - shape.margin.t),
         },
         width=width,
         height=shape.height + top - shape.margin.t,

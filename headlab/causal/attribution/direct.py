@@ -103,8 +103,8 @@ class DirectAttribution:
             name = f"L{layer}H{head}" if head >= 0 else f"L{layer} {site}" if layer >= 0 else site
             largest.append(f"{name} {means[at]:.3g}")
         return (
-            f"DirectAttribution of {len(self.total)} prompts: logit difference {self.total.mean():.3g} = sum of "
-            f"{len(self.terms)} terms (means over prompts)\n  largest: {', '.join(largest)}"
+            f"DirectAttribution of {len(self.total)} prompt(s): total {self.total.mean():.3g} = sum of "
+            f"{len(self.terms)} terms (logits, means over prompts)\n  largest: {', '.join(largest)}"
         )
 
 

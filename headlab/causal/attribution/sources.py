@@ -134,8 +134,8 @@ class SourceAttribution:
             for row in rows.to_dict("records")
         ]
         return (
-            f"SourceAttribution of {len(self.total)} prompts and {len(self.frame)} heads, logit difference "
-            f"{self.total.mean():.3g} (means over prompts)\n  spans: {', '.join(self.spans) or 'none'}\n"
+            f"SourceAttribution of {len(self.total)} prompt(s): {len(self.frame)} heads, total {self.total.mean():.3g} "
+            f"(logits, means over prompts)\n  spans: {', '.join(self.spans) or 'none'}\n"
             f"  largest heads: {'; '.join(largest)}"
         )
 
