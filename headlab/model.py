@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from inspect import signature
 from typing import Any, Literal
@@ -358,7 +358,16 @@ class Model:
     @property
     def edited(self) -> bool:
         """Whether any edit is in force."""
-        return self._session.edited
+        return bool(self._session.edits)
+
+    @property
+    def edits(self) -> tuple[BoundEdit, ...]:
+        """The edits in force."""
+        return self._session.edits
+
+    def alone(self) -> AbstractContextManager[None]:
+        """Keep other threads off the model until the block ends; they get a PlanError."""
+        return self._session.alone()
 
     # -- parts -----------------------------------------------------------------------------------------------
 

@@ -337,3 +337,45 @@ def test_bad_input_is_told_in_one_sentence():
         ablate_each(model, clean, METRIC, kind="mean")
     with pytest.raises(PlanError, match="scores are kept by no trace"):
         patch_each(model, clean, corrupted, METRIC, site="scores")
+
+
+def test_metrics_of_every_position_ask_for_the_clean_prompts_tokens_in_both_runs():
+    model, clean, corrupted = tiny("llama"), prompts(0), prompts(1)
+    effects = patch_each(model, clean, corrupted, hl.metrics.loss(), heads="1.0")
+    logits = model.logits(corrupted)[:, :-1].log_softmax(-1)
+    wanted = torch.tensor(clean)[:, 1:, None]
+    np.testing.assert_allclose(
+        effects.corrupted, -logits.gather(2, wanted)[..., 0].mean(1), rtol=1e-5
+    )
+    runs = hl.causal.EdgeRuns(model, clean, corrupted, hl.metrics.loss())
+    np.testing.assert_allclose(runs.corrupted, effects.corrupted, rtol=1e-5)
+    shorter = [prompt[:8] for prompt in corrupted]
+    for metric in (hl.metrics.loss(), hl.metrics.kl("all")):
+        with pytest.raises(PlanError, match="must be equally long for it"):
+            patch_each(model, clean, shorter, metric, align="end")
+
+
+def test_positions_and_seeds_of_numpy_are_numbers_too(tmp_path: Path):
+    model, clean, corrupted = tiny("llama"), prompts(0), prompts(1)
+    at = np.array([3, -1])
+    one = ablate_each(model, clean, METRIC, heads="1.0", positions=at, seed=np.int64(1))
+    two = patch_each(model, clean, corrupted, METRIC, heads="1.0", positions=at)
+    for effects in (one, two):
+        assert Effects.load(effects.save(tmp_path / "effects.json")).about["positions"] == [3, -1]
+    for wrong in (-1, 1.5, "x", True):
+        with pytest.raises(PlanError, match="seed="):
+            ablate_each(model, clean, METRIC, seed=wrong)  # type: ignore[arg-type]
+        with pytest.raises(PlanError, match="seed="):
+            patch_each(model, clean, corrupted, METRIC, seed=wrong)  # type: ignore[arg-type]
+    with pytest.raises(PlanError, match="positions=5 must be a list"):
+        ablate_each(model, clean, METRIC, positions=5)  # type: ignore[arg-type]
+
+
+def test_a_trace_as_reference_cannot_be_resumed_from(tmp_path: Path):
+    model, clean = tiny("llama"), prompts(0)
+    trace = model.trace(prompts(4), keep=hl.keep.tensors("z"))
+    with pytest.raises(PlanError, match="needs reference prompts"):
+        ablate_each(model, clean, METRIC, kind="mean", reference=trace, out=tmp_path)
+    given = ablate_each(model, clean, METRIC, kind="mean", reference=trace)
+    again = ablate_each(model, clean, METRIC, kind="mean", reference=prompts(4), out=tmp_path)
+    np.testing.assert_allclose(given.values, again.values)

@@ -160,7 +160,7 @@ def test_circuit_writes_edges_that_can_be_read_back(
         (("ablate",), "exactly one of --text, --task and --data"),
         (("ablate", "--text", "a", "--task", "ioi"), "exactly one of"),
         (("ablate", "--task", "induction"), "there is no task 'induction'"),
-        (("ablate", "--text", " "), "the text is empty"),
+        (("ablate", "--text", " "), "the text of --text is empty"),
         (("patch", "--text", CLEAN), "with --corrupted"),
         (("patch", *PAIR, "--positions", "first"), "must be 'each' or whole numbers"),
         (("ablate", "--text", CLEAN, "--foil", "w3"), "--foil needs --answer"),
@@ -173,7 +173,10 @@ def test_circuit_writes_edges_that_can_be_read_back(
         (("ablate", "--text", CLEAN, "--kind", "first"), "add --site pattern"),
         (("ablate", "--text", CLEAN, "--site", "everywhere"), "there is no site 'everywhere'"),
         (("ablate", "--text", CLEAN, "--positions", "each"), "is for patch"),
-        (("patch", *PAIR, "--metric", "loss"), "a loss is each run's on its own text"),
+        (("ablate", "--text", CLEAN, "--answer", ""), "--answer is empty"),
+        (("ablate", "--text", CLEAN, "--answer", "w30", "--foil", ""), "--foil is empty"),
+        (("patch", "--clean", CLEAN, "--corrupted", " "), "the text of --corrupted is empty"),
+        (("ablate", *PAIR), "--corrupted is for patch and circuit"),
         (("ablate", "--text", CLEAN, "--kind", "mean", "--reference", "nowhere.txt"), "nowhere.txt cannot be read"),
     ],
 )  # fmt: skip
@@ -200,6 +203,7 @@ def test_wrong_options_are_told_before_a_model_is_loaded(
         (("patch", "--clean", CLEAN, "--corrupted", "w10 w11", *ANSWERS), "has 6 tokens and its corrupted one 2"),
         (("patch", "--clean", CLEAN, "--corrupted", CLEAN, *ANSWERS), "the same, so patching changes nothing"),
         (("patch", *PAIR, "--direction", "back"), "'denoising' or 'noising'"),
+        (("circuit", *PAIR, "--metric", "kl", "--method", "eap"), "has no slope there"),
         (("ablate", "--text", CLEAN, "--answer", "w3 w4"), "splits into 2 tokens"),
     ],
 )  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -204,7 +205,79 @@ def test_bad_input_is_told_in_one_sentence(tmp_path: Path):
         Sweep(model, [], METRICS["loss"])
     with model.edit(hl.ablate("0.0")), pytest.raises(PlanError, match="without edits in force"):
         Sweep(model, prompts(), METRICS["loss"], out=tmp_path)
-    with pytest.raises(PlanError, match="is a function, which cannot be told from another"):
+    with pytest.raises(PlanError, match=r"is not headlab.s, so it cannot be told from another"):
         Sweep(model, prompts(), lambda logits, rows: logits[:, 0], out=tmp_path)
     with pytest.raises(UnsupportedError, match="one stack"):
         Sweep(hl.load(build("bart")), prompts(), METRICS["loss"])
+
+
+# -- what a tester found -------------------------------------------------------------------------------------
+
+
+def test_edits_in_force_count_from_the_prompts_end_also_in_cached_positions():
+    model, given = hl.load(build("llama")), prompts((40, 40))
+    metric = METRICS["logit difference"]
+    bound = metric.bind(model, model.tokens(given))
+    for at in (-1, -3):
+        inner = hl.ablate("1.2", positions=[-1])
+        with model.edit(hl.ablate("0.*", positions=[at])):
+            found = Sweep(model, given, metric).run([inner])[0]
+            with model.edit(inner):
+                last = model.trace(given, logits="last").logits
+        whole = bound.measure(last, torch.arange(2))
+        np.testing.assert_allclose(found, whole, rtol=1e-4, atol=1e-5)
+
+
+def test_a_sweep_runs_under_the_edits_it_was_made_under(tmp_path: Path):
+    model, metric = hl.load(build("llama")), METRICS["logit difference"]
+    made = Sweep(model, prompts(), metric)
+    stored = Sweep(model, prompts(), metric, out=tmp_path)
+    with model.edit(hl.scale("0.*", by=0.0)):
+        for sweep in (made, stored):
+            with pytest.raises(PlanError, match="not those that were when this sweep was made"):
+                sweep.run([hl.ablate("1.2")])
+    assert not list(tmp_path.glob("*/*.npz"))
+    np.testing.assert_allclose(made.run([hl.ablate("1.2")]), stored.run([hl.ablate("1.2")]))
+
+
+def test_finished_heads_are_read_whatever_runs_beside_them(tmp_path: Path):
+    model, metric = hl.load(build("llama")), METRICS["logit difference"]
+    some = Sweep(model, prompts(), metric, out=tmp_path).run([hl.ablate("0.1")], ["L0H1"])
+    stamps = {path: path.stat().st_mtime_ns for path in tmp_path.glob("*/*.npz")}
+    labels = ["L0H0", "L0H1", "L1H0"]
+    every = [hl.ablate("0.0"), hl.ablate("0.1"), hl.ablate("1.0")]
+    more = Sweep(model, prompts(), metric, out=tmp_path).run(every, labels)
+    np.testing.assert_array_equal(more[1], some[0])
+    assert all(path.stat().st_mtime_ns == stamp for path, stamp in stamps.items())
+
+
+def test_another_thread_is_told_to_wait_its_turn():
+    model, said = hl.load(build("llama")), []
+
+    def other() -> None:
+        try:
+            model.logits(prompts()[0])
+            Sweep(model, prompts(), METRICS["loss"]).run([hl.ablate("0.1")])
+        except PlanError as error:
+            said.append(str(error))
+
+    with model.edit(hl.ablate("0.0")):
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join()
+    assert len(said) == 1
+    assert "another thread is running or editing" in said[0]
+    other()
+    assert len(said) == 1
+    assert not model.edited
+
+
+def test_patterns_of_prompts_of_two_lengths():
+    model, given = hl.load(build("llama")), prompts((12, 9))
+    other = model.trace(prompts((12, 9), seed=3), keep=hl.keep.tensors("pattern"))
+    edit = hl.patch("1.1", "pattern", source=other)
+    found = Sweep(model, given, METRICS["logit difference"]).run([edit])[0]
+    with model.edit(edit):
+        last = model.trace(given, logits="last").logits
+    expected = last[:, 0, 5] - last[:, 0, 7]
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)

@@ -14,7 +14,7 @@ values the head axis has one entry.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from dataclasses import replace as replace_fields
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
@@ -316,9 +316,13 @@ def as_positions(positions: Sequence[int] | None) -> tuple[int, ...] | None:
     """
     if positions is None:
         return None
-    if isinstance(positions, str) or not all(is_whole(position) for position in positions):
+    listed = positions.tolist() if hasattr(positions, "tolist") else positions
+    if not isinstance(listed, Iterable) or isinstance(listed, str):
+        raise PlanError(f"positions={positions!r} must be a list of whole numbers")
+    found = tuple(listed)
+    if not all(is_whole(position) for position in found):
         raise PlanError(f"positions={positions!r} must be whole numbers")
-    return tuple(positions)
+    return tuple(int(position) for position in found)
 
 
 def _finite(value: Any, label: str, site: str = "") -> Tensor:
@@ -383,14 +387,18 @@ def same_rows(value: Tensor, x: Tensor, where: Where) -> Tensor:
         PlanError: The runs differ in length.
     """
     n_query, n_key = value.shape[-2:]
-    if where.first_key + x.shape[-1] != n_key or int(where.positions.max()) >= n_query:
-        n_run = max(x.shape[-2], int(where.positions.max()) + 1)
-        raise PlanError(
-            f"a pattern of {n_query} × {n_key} tokens cannot replace one of {n_run} × "
-            f"{where.first_key + x.shape[-1]}; use prompts of equal length"
-        )
-    index = where.positions.clamp(min=0)[:, None, :, None]
+    stop = where.first_key + x.shape[-1]
+    # In a sweep, runs of shorter prompts stand beside a source that is as wide as the longest.
+    fits = stop == n_key or (where.prompts is not None and stop < n_key)
+    index = where.positions.clamp(0, n_query - 1)[:, None, :, None]
     shape = (x.shape[0], value.shape[1], x.shape[2], n_key)
     rows = value.expand(x.shape[0], -1, -1, -1).gather(2, index.expand(shape))
-    rows = rows[..., where.first_key :]
+    beyond = bool((rows[..., stop:].nan_to_num() != 0).any())
+    if not fits or beyond or int(where.positions.max()) >= n_query:
+        n_run = max(x.shape[-2], int(where.positions.max()) + 1)
+        raise PlanError(
+            f"a pattern of {n_query} × {n_key} tokens cannot replace one of {n_run} × {stop}; use prompts of equal "
+            "length"
+        )
+    rows = rows[..., where.first_key : stop]
     return torch.where(rows.isnan(), x, rows)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -14,10 +15,13 @@ from headlab.attention.collector import Collector
 from headlab.attention.edits import BoundEdit
 from headlab.attention.keep import STREAM
 from headlab.attention.seam import Call, Seam, evaluating, expand_groups
+from headlab.errors import PlanError
 from headlab.kernels import ENGINES, AttentionInputs, Request, RowEdit
 from headlab.models import Blocks, HeadWeights
 from headlab.models.blocks import stream_of
 from headlab.models.spec import ModelSpec
+
+_GUARD = threading.Lock()
 
 
 class Session:
@@ -41,12 +45,34 @@ class Session:
         self._lengths: Tensor | None = None
         self._encoder_lengths: Tensor | None = None
         self._hooks: dict[tuple[int, str], Any] = {}
+        self._owner, self._depth = 0, 0
         self._positions: dict[int, Tensor] = {}
 
     @property
-    def edited(self) -> bool:
-        """Whether any edit is in force."""
-        return bool(self._edits)
+    def edits(self) -> tuple[BoundEdit, ...]:
+        """The edits in force."""
+        return self._edits
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Keep other threads off the model: what one thread edits and captures would reach into the other's run.
+
+        Raises:
+            PlanError: Another thread is at it.
+        """
+        me = threading.get_ident()
+        with _GUARD:
+            if self._depth and self._owner != me:
+                raise PlanError(
+                    f"another thread is running or editing {self._spec.name}; use one thread at a time, or load the "
+                    "model once for each"
+                )
+            self._owner, self._depth = me, self._depth + 1
+        try:
+            yield
+        finally:
+            with _GUARD:
+                self._depth -= 1
 
     @contextmanager
     def editing(self, edits: Sequence[BoundEdit]) -> Iterator[None]:
@@ -81,16 +107,17 @@ class Session:
 
     @contextmanager
     def _changed(self, **changes: Any) -> Iterator[None]:
-        before = {name: getattr(self, f"_{name}") for name in changes}
-        try:
-            for name, value in changes.items():
-                setattr(self, f"_{name}", value)
-            self._hook_outside()
-            yield
-        finally:
-            for name, value in before.items():
-                setattr(self, f"_{name}", value)
-            self._hook_outside()
+        with self.alone():
+            before = {name: getattr(self, f"_{name}") for name in changes}
+            try:
+                for name, value in changes.items():
+                    setattr(self, f"_{name}", value)
+                self._hook_outside()
+                yield
+            finally:
+                for name, value in before.items():
+                    setattr(self, f"_{name}", value)
+                self._hook_outside()
 
     def _hook_outside(self) -> None:
         """``result`` and the residual stream lie outside the seam: hook the modules of the layers that need it."""

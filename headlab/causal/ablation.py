@@ -11,7 +11,7 @@ from torch import Tensor
 
 from headlab.attention import Head, HeadsLike, Trace, ablate, keep, parse_heads
 from headlab.attention.ablations import Kind
-from headlab.attention.edits import ROW_SITES, Site
+from headlab.attention.edits import ROW_SITES, Site, as_positions
 from headlab.attention.keep import STREAM
 from headlab.attention.positions import resolve_positions
 from headlab.causal.effects import Effects, effects_of
@@ -20,6 +20,7 @@ from headlab.causal.sweep import Sweep
 from headlab.errors import HeadError, PlanError
 from headlab.models.spec import ModelSpec
 from headlab.prompts import Prompt
+from headlab.statistics import checked_seed
 
 if TYPE_CHECKING:
     from headlab.model import Model
@@ -71,7 +72,13 @@ def ablate_each(
         PlanError: The ablation cannot be carried out, or the metric gives NaN.
         PromptError: A prompt cannot be used.
     """
+    checked_seed(seed)
+    at = as_positions(positions)
     units = units_of(model.spec, heads, by, site)
+    if isinstance(reference, Trace) and out is not None:
+        raise PlanError(
+            "a trace as reference= cannot be told from another of the same prompts, so out= needs reference prompts"
+        )
     trace = None
     if reference is not None:
         trace = reference_trace(model, reference, site)
@@ -82,7 +89,7 @@ def ablate_each(
             site=site,
             reference=trace,
             by_position=by_position,
-            positions=positions,
+            positions=at,
             seed=seed,
         )
         for unit in units.values()
@@ -93,13 +100,15 @@ def ablate_each(
         "kind": kind,
         "site": site,
         "by_position": by_position,
-        "positions": None if positions is None else list(positions),
+        "positions": None if at is None else list(at),
         "seed": seed,
     }
-    given = None if trace is None else trace.ids.tolist()
-    sweep = Sweep(model, prompts, metric, out=out, about={**about, "reference": given}, tell=tell)
-    if positions is not None:
-        resolve_positions(positions, sweep.lengths, "positions")
+    stored = {**about, "reference": None if trace is None else trace.ids.tolist()}
+    if kind != "resample":
+        del stored["seed"]  # nothing is drawn
+    sweep = Sweep(model, prompts, metric, out=out, about=stored, tell=tell)
+    if at is not None:
+        resolve_positions(at, sweep.lengths, "positions")
     values = sweep.run([[edit] for edit in edits], list(units))
     keys = [key_of(name, unit, site) for name, unit in units.items()]
     done = {"did": "ablation", "metric": sweep.metric.name, **about}

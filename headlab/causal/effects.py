@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,9 @@ import numpy as np
 from jaxtyping import Float
 
 from headlab.attention.heads import Head
-from headlab.errors import OutputError
+from headlab.attention.keep import is_whole
+from headlab.causal.arguments import seed_number, whole_number
+from headlab.errors import HeadError, OutputError, PlanError
 from headlab.shards import write_text
 from headlab.statistics import bootstrap_interval, sign_flip_p
 
@@ -36,6 +39,8 @@ EFFECT_COLUMNS = (
     "q_value",
 )
 _FORMAT = "headlab-effects-1"
+_NUMBERS = tuple(name for name in EFFECT_COLUMNS if name not in ("layer", "head", "site"))
+_HEAD = re.compile(r"L([0-9]{1,9})H([0-9]{1,9})|([0-9]{1,9})\.([0-9]{1,9})", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -65,7 +70,12 @@ class Effects:
     about: dict[str, Any]
 
     def top(self, n: int = 10) -> pd.DataFrame:
-        """The rows of the largest effects, whichever sign."""
+        """The rows of the largest effects, whichever sign.
+
+        Raises:
+            PlanError: n is not a whole number of at least 0.
+        """
+        n = whole_number(n, "n")
         order = self.frame["effect"].abs().sort_values(ascending=False, kind="stable").index
         return self.frame.loc[order[:n]].reset_index(drop=True)
 
@@ -73,9 +83,14 @@ class Effects:
         """A column as layers × heads, or × positions where effects are of whole layers by position.
 
         Raises:
-            OutputError: Rows are not one per cell: say which head or position with ``frame``.
+            OutputError: There is no such column of numbers, or rows are not one per cell: say which head or position
+                with ``frame``.
         """
         frame = self.frame
+        if column not in _NUMBERS:
+            raise OutputError(f"there is no map of {column!r:.60}; there are {', '.join(_NUMBERS)}")
+        if not len(frame):
+            raise OutputError("there are no effects here, and so no map")
         across = "head" if (frame["head"] >= 0).any() else "position"
         cells = frame.set_index(["layer", across])[column]
         if not cells.index.is_unique:
@@ -89,11 +104,18 @@ class Effects:
         return whole.to_numpy(dtype=float)
 
     def of(self, head: Head | tuple[int, int] | str) -> pd.DataFrame:
-        """The rows of one head."""
-        if isinstance(head, str):
-            layer, which = head.upper().removeprefix("L").replace("H", ".").split(".")
-            head = (int(layer), int(which))
-        chosen = (self.frame["layer"] == head[0]) & (self.frame["head"] == head[1])
+        """The rows of one head; of key/value groups, by the group's first head.
+
+        Raises:
+            HeadError: That names no head, or there is no effect of it.
+        """
+        layer, which = _place(head)
+        chosen = (self.frame["layer"] == layer) & (self.frame["head"] == which)
+        if not chosen.any():
+            raise HeadError(
+                f"there is no effect of head {Head(layer, which)} among these of "
+                f"{len(self.frame)} places; see .frame for what there is"
+            )
         return self.frame[chosen].reset_index(drop=True)
 
     def to_json(self) -> str:
@@ -122,14 +144,19 @@ class Effects:
         """Read what :meth:`save` wrote.
 
         Raises:
-            OutputError: The file holds no readable effects.
+            OutputError: The file holds no readable effects, or its parts do not fit each other.
         """
         import pandas as pd
 
         try:
             document = json.loads(Path(path).read_text("utf-8"))
             if document["format"] != _FORMAT:
-                raise OutputError(f"{path} was written as {document['format']!r}, not {_FORMAT!r}")
+                raise OutputError(
+                    f"{path} was written as {document['format']!r:.60}, not {_FORMAT!r}"
+                )
+            fault = _misfit(document)
+            if fault:
+                raise OutputError(f"{path} holds no readable effects: {fault}")
             frame = pd.DataFrame(document["effects"], columns=list(EFFECT_COLUMNS))
             floats = [
                 name
@@ -140,14 +167,16 @@ class Effects:
             corrupted = document["corrupted"]
             return Effects(
                 frame,
-                np.array(document["values"], float).reshape(len(frame), -1),
+                np.array(document["values"], float).reshape(len(frame), len(document["clean"])),
                 np.array(document["baseline"], float),
                 np.array(document["clean"], float),
                 None if corrupted is None else np.array(corrupted, float),
                 document["about"],
             )
+        except RecursionError as error:
+            raise OutputError(f"{path} holds no readable effects: it is nested too deep") from error
         except (OSError, ValueError, LookupError, TypeError) as error:
-            raise OutputError(f"{path} holds no readable effects: {error!r}") from error
+            raise OutputError(f"{path} holds no readable effects: {error!r:.200}") from error
 
     def __repr__(self) -> str:
         about = ", ".join(
@@ -178,11 +207,18 @@ def effects_of(
         corrupted: The metric of the corrupted run, or None.
         about: What was done.
         seed: Seed of the bootstrap and the sign flips.
+
+    Raises:
+        PlanError: Arrays do not fit the keys or each other, a number is not finite, a key has no layer, or the seed is
+            none.
     """
     import pandas as pd
     from scipy.stats import false_discovery_control
 
-    values = np.asarray(values, np.float64)
+    seed_number(seed)
+    values, baseline, clean = (_numbers(x) for x in (values, baseline, clean))
+    corrupted = None if corrupted is None else _numbers(corrupted)
+    _check(keys, values, baseline, clean, corrupted)
     change = (values - baseline).T  # [prompt, row]
     low, high = bootstrap_interval(change, seed)
     if values.shape[1] < 2:  # one prompt says nothing of others
@@ -208,6 +244,86 @@ def effects_of(
         }
     )
     return Effects(frame[list(EFFECT_COLUMNS)], values, baseline, clean, corrupted, dict(about))
+
+
+def _numbers(given: Any) -> np.ndarray:
+    try:
+        return np.asarray(given, np.float64)
+    except (ValueError, TypeError) as error:
+        raise PlanError(f"effects are made of arrays of numbers, not {given!r:.60}") from error
+
+
+def _check(
+    keys: Sequence[Mapping[str, Any]],
+    values: np.ndarray,
+    baseline: np.ndarray,
+    clean: np.ndarray,
+    corrupted: np.ndarray | None,
+) -> None:
+    if values.ndim != 2 or len(values) != len(keys) or values.shape[1] == 0:
+        raise PlanError(
+            f"values must be [row, prompt] with one row for each of {len(keys)} keys and at least one prompt, not of "
+            f"shape {list(values.shape)}"
+        )
+    ends = {"baseline": baseline, "clean": clean}
+    ends |= {} if corrupted is None else {"corrupted": corrupted}
+    for name, end in ends.items():
+        if end.shape != values.shape[1:]:
+            raise PlanError(
+                f"{name} must be [prompt] of {values.shape[1]} prompts, not of shape {list(end.shape)}"
+            )
+        if not np.isfinite(end).all():
+            at = int(np.flatnonzero(~np.isfinite(end))[0])
+            raise PlanError(f"{name} is {end[at]} for prompt {at}; leave that prompt out")
+    for at, key in enumerate(keys):
+        if not isinstance(key, Mapping) or "layer" not in key:
+            raise PlanError(
+                f"key {at} must say its layer, as {{'layer': 0, 'head': 1}}, not {key!r:.60}"
+            )
+        wrong = np.flatnonzero(~np.isfinite(values[at]))
+        if len(wrong):
+            raise PlanError(
+                f"row {at} ({', '.join(f'{name} {part}' for name, part in key.items())}) is {values[at, wrong[0]]} for "
+                f"prompt {wrong[0]}; leave that prompt out, or use a metric that is finite there"
+            )
+
+
+def _place(head: Any) -> tuple[int, int]:
+    """Layer and head of a head's name, or of a pair of numbers (−1: the whole layer)."""
+    if isinstance(head, str):
+        match = _HEAD.fullmatch(head.strip())
+        if match:
+            layer, which = (int(group) for group in match.groups() if group is not None)
+            return layer, which
+    elif isinstance(head, tuple) and len(head) == 2 and all(map(is_whole, head)):
+        return int(head[0]), int(head[1])
+    raise HeadError(f"{head!r:.60} does not name a head; write 'L18H6', '18.6' or (18, 6)")
+
+
+def _misfit(document: Mapping[str, Any]) -> str:
+    """What does not fit in saved effects; nothing where all does."""
+    parts = ["effects", "values", "baseline", "clean"]
+    for name in parts + (["corrupted"] if document["corrupted"] is not None else []):
+        if not isinstance(document[name], list):
+            return f"{name!r} is no list"
+    if not isinstance(document["about"], dict):
+        return "'about' is no object"
+    effects, n = document["effects"], len(document["clean"])
+    for at, row in enumerate(effects):
+        if not isinstance(row, dict) or set(row) != set(EFFECT_COLUMNS):
+            return f"effect {at} must have exactly {', '.join(EFFECT_COLUMNS)}"
+        for name in ("layer", "head", "position", "n"):
+            if type(row[name]) is not int:
+                return f"{name!r} of effect {at} is no whole number"
+    for name in ("baseline", "corrupted"):
+        if document[name] is not None and len(document[name]) != n:
+            return f"{name!r} has {len(document[name])} prompts, but 'clean' has {n}"
+    if len(document["values"]) != len(effects):
+        return f"there are {len(effects)} effects, but values of {len(document['values'])}"
+    for at, row in enumerate(document["values"]):
+        if not isinstance(row, list) or len(row) != n:
+            return f"row {at} of 'values' is no list of {n} prompts"
+    return ""
 
 
 def _records(frame: pd.DataFrame) -> list[dict[str, Any]]:

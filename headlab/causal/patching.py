@@ -9,16 +9,17 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 from torch import Tensor
 
 from headlab.attention import HeadsLike, keep, patch
-from headlab.attention.edits import Site
+from headlab.attention.edits import Site, as_positions
 from headlab.attention.keep import STREAM
 from headlab.attention.positions import resolve_positions
 from headlab.causal.ablation import By, Tell, key_of, units_of
 from headlab.causal.effects import Effects, effects_of
-from headlab.causal.metrics import Metric
+from headlab.causal.metrics import Metric, as_metric
 from headlab.causal.prompt_pairs import Align, Pairs, pairs
 from headlab.causal.sweep import Sweep
 from headlab.errors import PlanError, PromptError
 from headlab.prompts import Prompt, lengths_of
+from headlab.statistics import checked_seed
 
 if TYPE_CHECKING:
     from headlab.model import Model
@@ -52,8 +53,8 @@ def patch_each(
         model: The model.
         clean: Prompts that show the behaviour.
         corrupted: One corrupted prompt for each.
-        metric: What to measure; token answers are those of the clean prompts in both runs. KL divergence is taken
-            from the clean run. A loss is each run's on its own tokens, so it compares two texts: mind that.
+        metric: What to measure; tokens it asks for, also those of a loss, are the clean prompts' in both runs. KL
+            divergence is taken from the clean run.
         site: ``q``, ``k``, ``v`` (after position encoding), ``z``, ``result``, ``pattern``, or one of the residual
             stream, such as ``resid_pre`` and ``mlp_out``, by layers.
         heads: The heads to patch; all by default.
@@ -79,11 +80,19 @@ def patch_each(
         raise PlanError(f"direction={direction!r} must be 'denoising' or 'noising'")
     if site == "scores":
         raise PlanError("scores are kept by no trace, so they cannot be patched; patch the pattern")
+    checked_seed(seed)
+    at = positions if isinstance(positions, str) else as_positions(positions)
     both = pairs(model, clean, corrupted, align)
+    given = as_metric(metric)
+    if given.needs == "all" and bool((lengths_of(both.clean) != lengths_of(both.corrupted)).any()):
+        raise PlanError(
+            f"metric {given.name} asks for every position, so the two prompts of a pair must be equally long for it; "
+            "use a metric of the last position"
+        )
     run = both.reversed if direction == "denoising" else both  # patched: .clean; source: .corrupted
     units = units_of(model.spec, heads, by, site)
     source = run.in_clean(model.trace(run.corrupted, keep=[keep.tensors(site)], logits="none"))
-    places = _places(model, run, positions)
+    places = _places(model, run, at)
     variants, names, keys = [], [], []
     for place, at in places.items():
         for name, unit in units.items():
@@ -95,18 +104,28 @@ def patch_each(
         "by": by or ("layer" if site in STREAM else "head"),
         "site": site,
         "direction": direction,
-        "positions": positions if positions is None or positions == "each" else list(positions),
+        "positions": at if at is None or isinstance(at, str) else list(at),
         "align": align,
         "seed": seed,
     }
     stored = {**about, "source": run.corrupted.tolist()}
-    of_clean = Sweep(model, both.clean, metric)
-    patched = Sweep(model, run.clean, metric, out=out, about=stored, against=of_clean, tell=tell)
+    del stored["seed"]  # it is the table's
+    of_clean = Sweep(model, both.clean, given)
+    patched = Sweep(
+        model,
+        run.clean,
+        given,
+        out=out,
+        about=stored,
+        measured_on=both.clean,
+        against=of_clean,
+        tell=tell,
+    )
     at_clean = of_clean.clean
     at_corrupted = (
         patched.clean
         if direction == "denoising"
-        else Sweep(model, both.corrupted, metric, against=of_clean).clean
+        else Sweep(model, both.corrupted, given, measured_on=both.clean, against=of_clean).clean
     )
     values = patched.run(variants, names)
     done = {"did": "patching", "metric": patched.metric.name, **about}
@@ -114,7 +133,7 @@ def patch_each(
 
 
 def _places(
-    model: Model, run: Pairs, positions: Sequence[int] | Literal["each"] | None
+    model: Model, run: Pairs, positions: tuple[int, ...] | str | None
 ) -> dict[int, tuple[int, ...] | None]:
     """Sets of positions to patch, by their name in the table: −1 for all at once."""
     width = run.clean.shape[1]
@@ -129,9 +148,9 @@ def _places(
                 "at a time"
             )
         return {at: (at,) for at in range(first, width)}
+    if isinstance(positions, str):
+        raise PlanError(f"positions={positions!r} must be a list of numbers, 'each' or None")
     if positions is not None:
-        if not isinstance(positions, Sequence) or isinstance(positions, str):
-            raise PlanError(f"positions={positions!r} must be a list of numbers, 'each' or None")
         resolve_positions(positions, lengths, "positions")
-        return {-1: tuple(int(position) for position in positions)}
+        return {-1: positions}
     return {-1: tuple(range(first, width)) if first else None}

@@ -17,7 +17,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,11 +29,12 @@ from torch import Tensor
 
 import headlab
 from headlab.attention.edits import Batch, BoundEdit, Edit
+from headlab.attention.keep import is_whole
 from headlab.causal.metrics import BoundMetric, Metric, as_metric
+from headlab.causal.passing_over import outputs_of_blocks, passed_over
 from headlab.causal.prompt_groups import by_length
 from headlab.errors import PlanError, UnsupportedError
 from headlab.models import weights_sha256
-from headlab.models.blocks import stream_of
 from headlab.prompts import Prompt, lengths_of
 from headlab.shards import Arrays, Remember, Shards, forget
 
@@ -72,11 +73,15 @@ class Sweep:
     """Runs prompts under sets of edits and measures them.
 
     Args:
-        model: The model; edits in force when it is made, or while it runs, are part of its clean run.
+        model: The model; edits in force when the sweep is made are part of its clean run, and must be in force when it
+            runs.
         prompts: The prompts.
         metric: What to measure, a :class:`~headlab.causal.metrics.Metric` or a function of (logits, prompts).
-        out: Folder for finished parts, so that a killed sweep resumes; None keeps nothing.
+        out: Folder for finished parts, so that a killed sweep resumes; None keeps nothing. It takes metrics of
+            headlab's only, since others of one name cannot be told apart, and no edits in force.
         about: What the edits depend on besides their labels, where ``out`` is given; fit for JSON.
+        measured_on: Prompts whose tokens the metric asks for, where they are not the ones that run: the clean ones of
+            a corrupted run.
         against: The sweep from whose clean run KL divergence is measured; this one's own by default.
         tell: Told, in a few words, how far it is.
         tokens_at_once: Tokens of one forward pass; by default what the memory and the processor are good for.
@@ -95,6 +100,7 @@ class Sweep:
         *,
         out: str | Path | None = None,
         about: Mapping[str, Any] | None = None,
+        measured_on: Prompt | None = None,
         against: Sweep | None = None,
         tell: Callable[[str], None] = lambda text: None,
         tokens_at_once: int | None = None,
@@ -106,7 +112,14 @@ class Sweep:
         self.model = model
         self.ids = model.tokens(prompts)
         self.lengths = lengths_of(self.ids)
-        self.metric: BoundMetric = as_metric(metric).bind(model, self.ids)
+        if tokens_at_once is not None and (not is_whole(tokens_at_once) or tokens_at_once < 1):
+            raise PlanError(
+                f"tokens_at_once={tokens_at_once!r} must be a whole number of at least 1"
+            )
+        given = as_metric(metric)
+        asked = self.ids if measured_on is None else model.tokens(measured_on)
+        self.metric: BoundMetric = given.bind(model, asked)
+        self._under = model.edits
         self._against = against
         self._tell = tell
         self._tokens = tokens_at_once or _tokens_at_once(model, self.metric.needs == "last")
@@ -115,18 +128,31 @@ class Sweep:
         self._prefix: tuple[Tensor, Any] | None = None
         self._remember: Remember = forget
         if out is not None:
+            if (
+                not given.binder.__module__.startswith("headlab.")
+                or "function" in self.metric.about
+            ):
+                raise PlanError(
+                    f"metric {given.name} is not headlab's, so it cannot be told from another of that name and a sweep "
+                    "of it cannot resume; use one of hl.metrics, or leave out out="
+                )
+            if model.edited:
+                raise PlanError(
+                    "a sweep that can resume needs a model without edits in force; leave out out="
+                )
             self._remember = Shards(Path(out), self._configuration(about or {})).remember
 
     @cached_property
     def clean(self) -> Float[np.ndarray, " prompt"]:
         """The metric of the unedited runs."""
-        if self.metric.needs_reference:
-            source = self if self._against is None else self._against
-            self.metric = self.metric.with_reference(source.logits)
-        values = np.empty(len(self.ids))
-        for group in self._groups():
-            values[group.numpy()] = self.metric.measure(self._plain(group), group)
-        return values
+        with self._alone():
+            if self.metric.needs_reference:
+                source = self if self._against is None else self._against
+                self.metric = self.metric.with_reference(source.logits)
+            values = np.empty(len(self.ids))
+            for group in self._groups():
+                values[group.numpy()] = self.metric.measure(self._plain(group), group)
+            return values
 
     @property
     def logits(self) -> Float[Tensor, "prompt position vocab"]:
@@ -155,20 +181,28 @@ class Sweep:
         sets = [(one,) if isinstance(one, Edit) else tuple(one) for one in variants]
         bound = [self._bound(at, edits) for at, edits in enumerate(sets)]
         bound.sort(key=lambda variant: (variant.position, variant.block, variant.at))
-        clean, done = self.clean, 0
-        values = np.tile(clean, (len(variants), 1))
-        for group in self._groups():
-            source: list[_Clean] = []  # made when a part is not at hand
-            for chunk in self._chunks(bound, group):
-                key = self._key(group, [names[variant.at] for variant in chunk])
-                part = self._remember(key, partial(self._run_chunk, chunk, group, source))["values"]
-                places = np.ix_(np.array([variant.at for variant in chunk]), group.numpy())
-                values[places] = part
-                done += len(chunk) * len(group)
-                self._tell(f"{done} of {len(bound) * len(self.ids)} runs")
+        values, done = np.tile(self.clean, (len(variants), 1)), 0
+        with self._alone():
+            for group in self._groups():
+                source: list[_Clean] = []  # made when a part is not at hand
+                for chunk in self._chunks(bound, group):
+                    found = self._parts(chunk, group, source, names)
+                    values[np.ix_([variant.at for variant in chunk], group.tolist())] = found
+                    done += len(chunk) * len(group)
+                    self._tell(f"{done} of {len(bound) * len(self.ids)} runs")
         return values
 
     # -- parts -----------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """No other thread may touch the model, nor may its edits have changed: kept clean runs were made under them."""
+        if self.model.edits != self._under:
+            raise PlanError(
+                "the edits in force are not those that were when this sweep was made; make a sweep where it is run"
+            )
+        with self.model.alone():
+            yield
 
     @property
     def _last(self) -> bool:
@@ -219,14 +253,35 @@ class Sweep:
                 yield from _evenly(pending, max(1, self._tokens // tokens))
                 pending = []
 
-    def _run_chunk(self, chunk: Sequence[_Variant], group: Tensor, source: list[_Clean]) -> Arrays:
+    def _parts(
+        self,
+        chunk: Sequence[_Variant],
+        group: Tensor,
+        source: list[_Clean],
+        names: Sequence[str],
+    ) -> Float[np.ndarray, "variant prompt"]:
+        """The metric of a chunk; each variant is a part of its own, whatever runs beside it."""
+
+        @cache
+        def run() -> Float[np.ndarray, "variant prompt"]:
+            return self._run_chunk(chunk, group, source)
+
+        found = []
+        for row, variant in enumerate(chunk):
+            key = self._key(group, names[variant.at])
+            found.append(self._remember(key, partial(_row, run, row))["values"])
+        return np.stack(found)
+
+    def _run_chunk(
+        self, chunk: Sequence[_Variant], group: Tensor, source: list[_Clean]
+    ) -> Float[np.ndarray, "variant prompt"]:
         ids = self._group_ids(group)
         block, position = chunk[0].block, chunk[0].position
         if not source:
             source.append(self._clean_run(ids))
         clean = source[0]
         if block == len(self.model.blocks.modules):  # nothing is edited
-            return {"values": np.tile(self.metric.measure(clean.logits, group), (len(chunk), 1))}
+            return np.tile(self.metric.measure(clean.logits, group), (len(chunk), 1))
         times = len(chunk)
         edits = [
             replace(edit, batch=Batch(at * len(group), group.to(ids.device), len(self.ids)))
@@ -235,7 +290,7 @@ class Sweep:
         ]
         cached: dict[str, Any] = {"use_cache": False}
         if position:
-            cached = self._cached(ids[:, :position], times)
+            cached = self._cached(ids, position, times)
         with passed_over(self.model, block, clean.outputs, times, position):
             output = self.model.forward(
                 ids[:, position:].repeat(times, 1),
@@ -245,24 +300,16 @@ class Sweep:
                 **cached,
             )
         values = self.metric.measure(self._logits(output), group.repeat(times))
-        return {"values": values.reshape(times, -1)}
+        return values.reshape(times, -1)
 
     def _clean_run(self, ids: Tensor) -> _Clean:
         """A clean run that keeps every block's output."""
-        blocks = self.model.blocks.modules
-        outputs: dict[int, Any] = {}
-        hooks = [
-            block.register_forward_hook(partial(_kept, outputs, at))
-            for at, block in enumerate(blocks)
-        ]
-        try:
+        n_blocks = len(self.model.blocks.modules)
+        with outputs_of_blocks(self.model) as outputs:
             logits = self._logits(self.model.forward(ids, last=self._last, use_cache=False))
-        finally:
-            for hook in hooks:
-                hook.remove()
-        clean = _Clean(tuple(outputs[at] for at in range(len(blocks))), logits)
+        clean = _Clean(tuple(outputs[at] for at in range(n_blocks)), logits)
         if not self._sure:
-            with passed_over(self.model, len(blocks) // 2, clean.outputs, 1, 0):
+            with passed_over(self.model, n_blocks // 2, clean.outputs, 1, 0):
                 again = self._logits(self.model.forward(ids, last=self._last, use_cache=False))
             if not torch.allclose(again, logits, rtol=1e-3, atol=1e-4):
                 raise UnsupportedError(
@@ -272,15 +319,16 @@ class Sweep:
             self._sure = True
         return clean
 
-    def _cached(self, ids: Tensor, times: int) -> dict[str, Any]:
-        """Arguments that give the module its keys and values of these first tokens, for every row of a chunk."""
-        name = _cache_argument(self.model)
-        if self._prefix is None or not torch.equal(self._prefix[0], ids):
-            output = self.model.forward(ids, last=True, use_cache=True)
-            self._prefix = (ids, getattr(output, "cache", None) or output.past_key_values)
-        cache = copy.deepcopy(self._prefix[1])
-        cache.batch_select_indices(torch.arange(len(ids), device=ids.device).repeat(times))
-        return {name: cache, "use_cache": True}
+    def _cached(self, ids: Tensor, position: int, times: int) -> dict[str, Any]:
+        """Arguments that give the module its keys and values of the first positions, for every row of a chunk."""
+        first = ids[:, :position]
+        if self._prefix is None or not torch.equal(self._prefix[0], first):
+            # Edits in force count positions from the end of the whole prompt.
+            output = self.model.forward(first, length=ids.shape[1], last=True, use_cache=True)
+            self._prefix = (first, getattr(output, "cache", None) or output.past_key_values)
+        cached = copy.deepcopy(self._prefix[1])
+        cached.batch_select_indices(torch.arange(len(ids), device=ids.device).repeat(times))
+        return {_cache_argument(self.model): cached, "use_cache": True}
 
     def _logits(self, output: Any) -> Tensor:
         logits = getattr(output, "logits", None)
@@ -290,20 +338,11 @@ class Sweep:
             )
         return logits[:, -1:] if self._last else logits
 
-    def _key(self, group: Tensor, names: Sequence[str]) -> str:
-        text = json.dumps([group.tolist(), names])
+    def _key(self, group: Tensor, name: str) -> str:
+        text = json.dumps([group.tolist(), name])
         return f"runs-{hashlib.sha256(text.encode()).hexdigest()[:24]}"
 
     def _configuration(self, about: Mapping[str, Any]) -> dict[str, Any]:
-        if "function" in self.metric.about:
-            raise PlanError(
-                f"metric {self.metric.name} is a function, which cannot be told from another of that name, so a sweep "
-                "of it cannot resume; use one of hl.metrics, or leave out out="
-            )
-        if self.model.edited:
-            raise PlanError(
-                "a sweep that can resume needs a model without edits in force; leave out out="
-            )
         return {
             # Of the weights as they are now: a live model may have been changed since it was loaded.
             "weights": weights_sha256(self.model.module),
@@ -311,43 +350,15 @@ class Sweep:
             "dtype": str(self.model.dtype),
             "device": self.model.device.type,
             "prompts": self.ids.tolist(),
+            "measured_on": self.metric.prompts.tolist(),
             "metric": self.metric.about,
             "about": dict(about),
             "headlab": headlab.__version__,
         }
 
 
-def _kept(outputs: dict[int, Any], at: int, module: Any, args: Any, output: Any) -> None:
-    outputs[at] = output
-
-
-@contextmanager
-def passed_over(
-    model: Model, first: int, outputs: Sequence[Any], times: int, position: int
-) -> Iterator[None]:
-    """While it lasts, blocks before ``first`` are not run: the last of them gives what it gave in the clean run,
-    ``times`` times side by side and from ``position`` on."""
-    blocks = model.blocks.modules[:first]
-    before = [block.__dict__.get("forward") for block in blocks]
-
-    def forward(at: int, *args: Any, **kwargs: Any) -> Any:
-        output = outputs[at]
-        if at < first - 1:  # nobody looks at it
-            stream = args[0] if args else kwargs["hidden_states"]
-        else:
-            stream = stream_of(output)[:, position:]
-            stream = stream.repeat(times, *[1] * (stream.dim() - 1))
-        return (stream, *output[1:]) if isinstance(output, tuple) else stream
-
-    try:
-        for at, block in enumerate(blocks):
-            block.forward = partial(forward, at)
-        yield
-    finally:
-        for block, own in zip(blocks, before, strict=True):
-            del block.forward
-            if own is not None:  # as accelerate leaves one there
-                block.forward = own
+def _row(run: Callable[[], np.ndarray], row: int) -> Arrays:
+    return {"values": run()[row]}
 
 
 def _evenly(variants: Sequence[_Variant], at_once: int) -> Iterator[list[_Variant]]:

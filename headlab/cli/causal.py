@@ -195,6 +195,11 @@ def circuit(
     model = prompts.load()
     given = prompts.pairs(model, corrupted=True)
     metric = prompts.measured(given)
+    if method == "eap" and metric.needs_reference:
+        raise PlanError(
+            "KL divergence from the clean run has no slope there, so eap scores every edge 0; use --method eap-ig, or "
+            "give --answer"
+        )
     with progress() as tell:
         if method == "eap":
             scored = eap(model, given.clean, given.corrupted, metric, tell=tell)

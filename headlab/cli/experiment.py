@@ -87,8 +87,15 @@ class Prompts:
             raise PromptError("give prompts by exactly one of --text, --task and --data")
         if self.task not in (None, "ioi"):
             raise PromptError(f"there is no task {self.task!r}; there is ioi")
-        if self.text is not None and not self.text.strip():
-            raise PromptError("the text is empty; give at least one word")
+        texts = {"--text": self.text, "--corrupted": self.corrupted}
+        for option, text in texts.items():
+            if text is not None and not text.strip():
+                raise PromptError(f"the text of {option} is empty; give at least one word")
+        for option, token in {"--answer": self.answer, "--foil": self.foil}.items():
+            if token == "":
+                raise PromptError(f"{option} is empty; give one token, or leave the option out")
+        if self.corrupted is not None and not corrupted:
+            raise PromptError("--corrupted is for patch and circuit; ablate runs one prompt")
         if self.text is None and (self.answer or self.foil or self.corrupted):
             raise PromptError(
                 "--answer, --foil and --corrupted go with --text; a task and --data have their own"
@@ -100,10 +107,6 @@ class Prompts:
         if self._metric not in ("auto", *_METRICS):
             raise PlanError(
                 f"there is no metric {self.metric!r}; there are auto, {', '.join(_METRICS)}"
-            )
-        if self._metric == "loss" and corrupted:
-            raise PlanError(
-                "a loss is each run's on its own text, so two runs cannot be compared by it; use kl, or give --answer"
             )
         if self.data is not None:  # a file that cannot be used is told before the model is loaded
             from headlab.tasks import PAIR_SCHEMA, read_records

@@ -95,7 +95,7 @@ def lines_of(file: Path) -> list[str]:
         PromptError: It cannot be read, or has none.
     """
     try:
-        found = [line for line in file.read_text("utf-8").splitlines() if line.strip()]
+        found = [line for line in file.read_text("utf-8-sig").splitlines() if line.strip()]
     except (OSError, UnicodeDecodeError) as error:
         raise PromptError(f"{file} cannot be read as text: {error}") from error
     if not found:

@@ -11,13 +11,13 @@ model still take very many runs: rank them with :func:`headlab.causal.eap_ig` th
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from headlab.causal.arguments import finite_number
 from headlab.causal.circuits.circuit import Circuit
 from headlab.causal.graph import LOGITS, Edge, EdgeLike
 from headlab.causal.metrics import Metric, as_metric, kl
@@ -62,7 +62,7 @@ def acdc(
         UnsupportedError: The model has no edges from single heads; see :class:`~headlab.causal.EdgeRuns`.
         PromptError: Clean and corrupted prompts differ in number or length.
     """
-    if isinstance(tau, bool) or not isinstance(tau, int | float) or not 0 <= tau < math.inf:
+    if finite_number(tau, "tau") < 0:
         raise PlanError(f"tau={tau!r} must be a number of at least 0")
     measured = as_metric(kl() if metric is None else metric)
     runs = EdgeRuns(model, clean, corrupted, measured, tokens_at_once=tokens_at_once)

@@ -26,8 +26,8 @@ import numpy as np
 from jaxtyping import Int
 from torch import Tensor
 
-from headlab.attention import Head
 from headlab.causal.circuits.circuit import Circuit
+from headlab.causal.circuits.head_names import heads_of
 from headlab.errors import PlanError, PromptError
 from headlab.shards import Arrays, Shards, forget
 
@@ -39,8 +39,10 @@ if TYPE_CHECKING:
 
 #: ``measure(model, ids)`` gives scores [layer, head] by name.
 Measure: TypeAlias = "Callable[[Model, Int[Tensor, 'prompt position']], Mapping[str, Any]]"
-#: ``find(model, ids)`` gives the heads of this checkpoint's circuit.
-Find: TypeAlias = "Callable[[Model, Int[Tensor, 'prompt position']], Circuit | Collection[Head]]"
+#: ``find(model, ids)`` gives the heads of this checkpoint's circuit, by any names.
+Find: TypeAlias = (
+    "Callable[[Model, Int[Tensor, 'prompt position']], Circuit | Collection[Any] | str]"
+)
 
 _STEP = re.compile(r"(\d+)(?!.*\d)")
 
@@ -78,6 +80,7 @@ def over_checkpoints(
         the head is in the circuit and NaN elsewhere.
 
     Raises:
+        HeadError: The circuit names a head that the model does not have.
         PlanError: No or twice the same revision, ``out`` without a name, or scores that are not [layer, head].
         PromptError: Checkpoints turn a text into different tokens.
     """
@@ -137,7 +140,7 @@ def _checkpoint(
     if find is not None:
         found = find(model, ids)
         inside = np.zeros(shape, dtype=bool)
-        for layer, head in found.heads if isinstance(found, Circuit) else found:
+        for layer, head in heads_of(found, model):
             inside[layer, head] = True
         arrays["circuit"] = inside
     return arrays

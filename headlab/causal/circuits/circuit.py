@@ -14,8 +14,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-from headlab.attention import Head, parse_heads
-from headlab.attention.keep import is_whole
+from headlab.attention import Head
+from headlab.causal.arguments import is_finite, whole_number
+from headlab.causal.circuits.given_scores import (
+    scores_of_edges,
+    scores_of_effects,
+    scores_of_heads,
+)
 from headlab.causal.graph import EMBED, HEAD_INPUTS, LOGITS, Edge, EdgeLike
 from headlab.errors import OutputError, PlanError
 from headlab.shards import write_text
@@ -30,7 +35,7 @@ if TYPE_CHECKING:
 Kind: TypeAlias = Literal["edges", "heads"]
 Ranking: TypeAlias = Literal["score", "absolute"]
 _NODE = re.compile(
-    r"^(?:embed|logits|mlp(?P<mlp>0|[1-9]\d*)|L(?P<layer>0|[1-9]\d*)H(?P<head>0|[1-9]\d*))$"
+    r"(?:embed|logits|mlp(?P<mlp>0|[1-9][0-9]{0,8})|L(?P<layer>0|[1-9][0-9]{0,8})H(?P<head>0|[1-9][0-9]{0,8}))\Z"
 )
 
 
@@ -65,10 +70,14 @@ class Circuit:
     def __post_init__(self) -> None:
         if self.kind not in ("edges", "heads"):
             raise PlanError(f"a circuit is of 'edges' or 'heads', not of {self.kind!r}")
+        if not isinstance(self.scores, Mapping):
+            raise PlanError(f"scores={self.scores!r:.60} must map {self.kind} to their scores")
         for item, score in self.scores.items():
             self._check(item)
-            if isinstance(score, bool) or not math.isfinite(score):
-                raise PlanError(f"the score of {_shown(item)} is {score!r}; scores must be finite")
+            if not is_finite(score):
+                raise PlanError(
+                    f"the score of {_shown(item)} is {score!r:.60}; scores must be finite numbers"
+                )
 
     @classmethod
     def of_edges(
@@ -95,12 +104,14 @@ class Circuit:
         Raises:
             PlanError: A node does not exist, an edge runs backward, or a score is not finite.
         """
-        if not isinstance(scores, Mapping):
+        from headlab.causal.attribution.eap import Edges
+
+        if isinstance(scores, Edges):
             method = method or str(scores.about.get("method", ""))
             metric = metric or str(scores.about.get("metric", ""))
             values = -scores.frame["score"].to_numpy()
             scores = dict(zip(scores.edges, values.tolist(), strict=True))
-        named = {Edge(*edge): float(score) for edge, score in scores.items()}
+        named = scores_of_edges(scores)
         n_heads = tuple(each.n_heads for each in model.spec.layers)
         if parallel is None:
             within = any(
@@ -114,7 +125,7 @@ class Circuit:
     def of_heads(
         cls,
         model: Model,
-        scores: Mapping[str | tuple[int, int], float] | Effects,
+        scores: Mapping[Any, float] | Effects,
         *,
         metric: str = "",
         method: str = "",
@@ -124,31 +135,22 @@ class Circuit:
         Args:
             model: The model.
             scores: As ``{"L3H2": 0.4, (5, 0): -0.1}``, positive where the head raises the metric; or the effects of
-                ablating or patching heads, whose sign changes unless they restored a clean value (denoising).
+                ablating or patching heads, whose sign changes unless they restored a clean value (denoising). An effect
+                of a key/value group is the score of each of its heads.
             metric: What was measured.
             method: How the scores were found.
 
         Raises:
             HeadError: A head does not exist.
-            PlanError: Two names are one head, or a score is not finite.
+            PlanError: Two names are one head, effects are of whole layers, or a score is not finite.
         """
-        if not isinstance(scores, Mapping):
-            sign = 1 if scores.about.get("direction") == "denoising" else -1
+        from headlab.causal.effects import Effects
+
+        if isinstance(scores, Effects):
             method = method or str(scores.about.get("did", ""))
             metric = metric or str(scores.about.get("metric", ""))
-            rows = scores.frame[["layer", "head", "effect"]].itertuples(index=False, name=None)
-            listed = [((int(layer), int(head)), sign * effect) for layer, head, effect in rows]
-            if len({where for where, _ in listed}) < len(listed):
-                raise PlanError(
-                    "these effects have several rows for one head; select one in .frame"
-                )
-            scores = dict(listed)
-        named: dict[str, float] = {}
-        for name, score in scores.items():
-            for head in parse_heads(name, model.spec):
-                if str(head) in named:
-                    raise PlanError(f"head {head} has two scores; give it one")
-                named[str(head)] = float(score)
+            scores = dict(scores_of_effects(model, scores))
+        named = scores_of_heads(model, scores)
         facts = model.name, model.fingerprint, tuple(each.n_heads for each in model.spec.layers)
         return cls("heads", named, *facts, metric=metric, method=method)
 
@@ -241,8 +243,7 @@ class Circuit:
         Raises:
             PlanError: n is not a whole number of at least 0, or there is no such ranking.
         """
-        if not is_whole(n) or n < 0:
-            raise PlanError(f"n={n!r} must be a whole number of at least 0")
+        n = whole_number(n, "n")
         if by not in ("score", "absolute"):
             raise PlanError(f"by={by!r} must be 'score' or 'absolute'")
         scores = self.scores.items()

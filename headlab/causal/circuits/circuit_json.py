@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 FORMAT = "headlab-circuit-1"
 _PARTS = {"edges": ("source", "target", "input"), "heads": ("head",)}
+#: More heads than any model has: n_heads of a file cannot make work without end.
+MOST_HEADS = 100_000
 _LARGEST = sys.float_info.max  # JSON allows whole numbers beyond it
 _TOP = {"format": str, "kind": str, "model": dict, "metric": str, "method": str}
 _MODEL = {"name": str, "fingerprint": str, "n_heads": list, "parallel": bool}
@@ -60,7 +62,7 @@ def from_json(text: str) -> Circuit:
         OutputError: It is not one; the message says what is wrong and where.
     """
     try:
-        document = json.loads(text)
+        document = json.loads(text, object_pairs_hook=_object)
     except (ValueError, TypeError, RecursionError) as error:
         raise OutputError(f"a circuit must be JSON text, but it cannot be read: {error}") from error
     if not isinstance(document, dict):
@@ -82,6 +84,8 @@ def from_json(text: str) -> Circuit:
         raise OutputError(
             "the circuit's model needs n_heads, a whole number above 0 for each layer"
         )
+    if sum(n_heads) > MOST_HEADS:
+        raise OutputError(f"the circuit's model has more than {MOST_HEADS} heads, which none has")
     scores = _scores(document[kind], kind)
     try:
         return Circuit(
@@ -96,6 +100,16 @@ def from_json(text: str) -> Circuit:
         )
     except PlanError as error:
         raise OutputError(f"the circuit cannot be read: {error}") from error
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object in which no name stands twice."""
+    found: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in found:
+            raise ValueError(f"the name {name!r:.60} stands twice in one object")
+        found[name] = value
+    return found
 
 
 def _scores(items: list[Any], kind: Kind) -> dict[Any, float]:

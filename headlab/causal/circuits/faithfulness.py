@@ -21,7 +21,9 @@ import numpy as np
 from jaxtyping import Float
 
 from headlab.attention import Head, keep
+from headlab.causal.arguments import finite_number, seed_number
 from headlab.causal.circuits.circuit import Circuit
+from headlab.causal.circuits.head_names import heads_of
 from headlab.causal.prompt_pairs import pairs
 from headlab.causal.removal import Removal
 from headlab.causal.sweep import Sweep
@@ -110,14 +112,28 @@ class HeadRuns:
         self.clean = self._sweep.clean
         self.corrupted = self.run([()])[0]
 
-    def run(self, kept: Sequence[Iterable[Head]]) -> Float[np.ndarray, "circuit prompt"]:
-        """Metric of circuits, given as sets of heads."""
-        sets = [frozenset(heads) for heads in kept]
+    def run(self, kept: Sequence[Any]) -> Float[np.ndarray, "circuit prompt"]:
+        """Metric of circuits, each given as a :class:`~headlab.causal.Circuit` or as heads by any names.
+
+        Raises:
+            HeadError: A name cannot be read, or the model has no such head.
+            PlanError: What is given is no list of circuits, or one is of edges or of another model.
+        """
+        if isinstance(kept, str) or not isinstance(kept, Iterable):
+            raise PlanError(
+                f"kept={kept!r:.60} must be a list of circuits, each of them a set of heads, as [['L0H1', 'L2H0']]"
+            )
+        sets = [frozenset(self._kept(one)) for one in kept]
         distinct = list(dict.fromkeys(sets))
         variants = [self._removal.edits(sorted(self._heads - heads)) for heads in distinct]
         labels = [" ".join(map(str, sorted(heads))) or "no head" for heads in distinct]
         values = self._sweep.run(variants, labels)
         return values[[distinct.index(heads) for heads in sets]]
+
+    def _kept(self, circuit: Any) -> tuple[Head, ...]:
+        return heads_of(
+            _fitting(self, circuit) if isinstance(circuit, Circuit) else circuit, self.model
+        )
 
 
 @dataclass(frozen=True)
@@ -170,11 +186,13 @@ def faithfulness(runs: Runs, circuit: Circuit, *, seed: int = 0) -> Faithfulness
     Args:
         runs: ``EdgeRuns`` for a circuit of edges, :class:`HeadRuns` for one of heads.
         circuit: The circuit.
-        seed: Seed of the bootstrap.
+        seed: Seed of the bootstrap over prompts. Draws of prompts in which whole and empty circuit measure the same,
+            as of a single pair that is not told apart, have no faithfulness and are left out.
 
     Raises:
         PlanError: The circuit does not fit the model or the runs, or whole and empty circuit measure the same.
     """
+    seed_number(seed)
     alive = _fitting(runs, circuit).without_dead_ends()
     values = runs.run([_items(alive)])
     f, draws = _ratios(values, runs.clean, runs.corrupted, seed)
@@ -203,13 +221,14 @@ def faithfulness_curve(
         runs: ``EdgeRuns`` for a circuit of edges, :class:`HeadRuns` for one of heads.
         circuit: The ranking: it must score as many edges, or heads, as the largest size takes.
         sizes: Shares of all the model's edges, or heads, rising, above 0 and at most 1.
-        seed: Seed of the bootstrap.
+        seed: Seed of the bootstrap, as in :func:`faithfulness`.
 
     Raises:
         PlanError: Sizes do not rise, the circuit is too small, does not fit, or whole and empty measure the same.
     """
     import pandas as pd
 
+    seed_number(seed)
     shares = _sizes(sizes)
     possible = _fitting(runs, circuit).n_possible
     counts = [int(share * possible + 1e-9) for share in shares]
@@ -257,7 +276,8 @@ def _ratios(
     values: np.ndarray, full: np.ndarray, empty: np.ndarray, seed: int
 ) -> tuple[Float[np.ndarray, " circuit"], Float[np.ndarray, "draw circuit"]]:
     """f of means over the prompts, and over resampled prompts."""
-    if full.mean() == empty.mean():
+    size = np.abs(full).max() + np.abs(empty).max()
+    if abs(full.mean() - empty.mean()) <= 1e-12 * size:
         raise PlanError(
             f"the whole model and the empty circuit both measure {full.mean():.4g}, so faithfulness is undefined; use "
             "corrupted prompts that change the metric"
@@ -269,8 +289,9 @@ def _ratios(
 
     def ratio(weights: np.ndarray) -> np.ndarray:
         nothing = weights @ empty[:, None]
-        with np.errstate(divide="ignore", invalid="ignore"):
-            found: np.ndarray = (weights @ values.T - nothing) / (weights @ full[:, None] - nothing)
+        span = weights @ full[:, None] - nothing
+        span = np.where(np.abs(span) > 1e-12 * size, span, np.nan)  # less is rounding
+        found: np.ndarray = (weights @ values.T - nothing) / span
         return found
 
     return ratio(np.full((1, n), 1 / n))[0], ratio(weights)
@@ -279,7 +300,10 @@ def _ratios(
 def _interval(draws: np.ndarray, n_prompts: int) -> tuple[Any, Any]:
     if n_prompts < 2:
         return (np.full(draws.shape[1:], np.nan),) * 2
-    low, high = np.nanpercentile(draws, [2.5, 97.5], axis=0)
+    known = draws[~np.isnan(draws).reshape(len(draws), -1).any(1)]
+    if not len(known):
+        return (np.full(draws.shape[1:], np.nan),) * 2
+    low, high = np.percentile(known, [2.5, 97.5], axis=0)
     return low, high
 
 
@@ -288,6 +312,8 @@ def _items(circuit: Circuit) -> Iterable[Any]:
 
 
 def _fitting(runs: Runs, circuit: Circuit) -> Circuit:
+    if not isinstance(circuit, Circuit):
+        raise PlanError(f"circuit={circuit!r:.60} must be a Circuit, as of Circuit.of_heads")
     circuit.check(runs.model)
     kind = "heads" if isinstance(runs, HeadRuns) else "edges"
     if circuit.kind != kind:
@@ -299,7 +325,9 @@ def _fitting(runs: Runs, circuit: Circuit) -> Circuit:
 
 
 def _sizes(sizes: Sequence[float]) -> list[float]:
-    shares = [float(share) for share in sizes]
+    if isinstance(sizes, str) or not isinstance(sizes, Iterable):
+        raise PlanError(f"sizes={sizes!r:.60} must be a list of shares, as (0.1, 0.5, 1.0)")
+    shares = [finite_number(share, "a share of sizes") for share in sizes]
     if len(shares) < 2 or sorted(set(shares)) != shares or not 0 < shares[0] <= shares[-1] <= 1:
         raise PlanError(f"sizes={list(sizes)} must be two or more rising shares above 0, up to 1")
     return shares

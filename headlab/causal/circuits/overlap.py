@@ -57,6 +57,9 @@ def overlap(a: Circuit, b: Circuit, what: Literal["heads", "edges"] = "heads") -
     """
     if what not in ("heads", "edges"):
         raise PlanError(f"what={what!r} must be 'heads' or 'edges'")
+    for name, one in (("a", a), ("b", b)):
+        if not isinstance(one, Circuit):
+            raise PlanError(f"{name}={one!r:.60} must be a Circuit")
     if a.n_heads != b.n_heads or (what == "edges" and a.parallel != b.parallel):
         raise PlanError(
             f"the circuits are of models of different shapes, {a.model} and {b.model}, so their parts cannot be "

@@ -88,10 +88,6 @@ class Parts:
         all_logits: bool = False,
     ) -> None:
         check_decoder(model)
-        if model.edited:
-            raise PlanError(
-                "edits are in force on the model; leave the model.edit block before patching paths or edges"
-            )
         self.model = model
         self.ids = ids
         self.start = start
@@ -118,8 +114,17 @@ class Parts:
 
     @contextmanager
     def open(self) -> Iterator[Parts]:
-        """Route the model's attention through here until the block ends."""
+        """Route the model's attention through here until the block ends.
+
+        Raises:
+            PlanError: Edits are in force on the model, or another thread runs it.
+        """
+        if self.model.edited:
+            raise PlanError(
+                "edits are in force on the model; leave the model.edit block before patching paths or edges"
+            )
         with (
+            self.model.alone(),
             torch.no_grad(),
             evaluating(self.model.module),
             self._seam.open(lambda call: self._handler(call)),
