@@ -72,7 +72,7 @@ def ablate_each(
         PlanError: The ablation cannot be carried out, or the metric gives NaN.
         PromptError: A prompt cannot be used.
     """
-    checked_seed(seed)
+    seed = checked_seed(seed)
     at = as_positions(positions)
     units = units_of(model.spec, heads, by, site)
     if isinstance(reference, Trace) and out is not None:

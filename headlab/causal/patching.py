@@ -80,7 +80,7 @@ def patch_each(
         raise PlanError(f"direction={direction!r} must be 'denoising' or 'noising'")
     if site == "scores":
         raise PlanError("scores are kept by no trace, so they cannot be patched; patch the pattern")
-    checked_seed(seed)
+    seed = checked_seed(seed)
     at = positions if isinstance(positions, str) else as_positions(positions)
     both = pairs(model, clean, corrupted, align)
     given = as_metric(metric)

@@ -99,7 +99,7 @@ def path_patch(
         raise PlanError(f"direction={direction!r} must be 'noising' or 'denoising'")
     if tokens_at_once < 1:
         raise PlanError(f"tokens_at_once={tokens_at_once!r} must be a whole number of at least 1")
-    checked_seed(seed)
+    seed = checked_seed(seed)
     check_decoder(model)
     both = prompt_pairs(model, clean, corrupted)
     ids = both.clean
