@@ -39,6 +39,8 @@ EFFECT_COLUMNS = (
     "q_value",
 )
 _FORMAT = "headlab-effects-1"
+#: More layers, heads, positions and prompts than there are: a file cannot make maps without end.
+_MOST = 10**6
 _NUMBERS = tuple(name for name in EFFECT_COLUMNS if name not in ("layer", "head", "site"))
 _HEAD = re.compile(r"L([0-9]{1,9})H([0-9]{1,9})|([0-9]{1,9})\.([0-9]{1,9})", re.IGNORECASE)
 
@@ -175,7 +177,7 @@ class Effects:
             )
         except RecursionError as error:
             raise OutputError(f"{path} holds no readable effects: it is nested too deep") from error
-        except (OSError, ValueError, LookupError, TypeError) as error:
+        except (OSError, ValueError, ArithmeticError, LookupError, TypeError) as error:
             raise OutputError(f"{path} holds no readable effects: {error!r:.200}") from error
 
     def __repr__(self) -> str:
@@ -220,9 +222,9 @@ def effects_of(
     corrupted = None if corrupted is None else _numbers(corrupted)
     _check(keys, values, baseline, clean, corrupted)
     change = (values - baseline).T  # [prompt, row]
-    low, high = bootstrap_interval(change, seed)
-    if values.shape[1] < 2:  # one prompt says nothing of others
-        low, high = np.full_like(low, np.nan), np.full_like(high, np.nan)
+    low = high = np.full(len(keys), np.nan)
+    if len(keys) and values.shape[1] > 1:  # one prompt says nothing of others
+        low, high = bootstrap_interval(change, seed)
     p = np.minimum(1.0, 2 * np.minimum(sign_flip_p(change, seed), sign_flip_p(-change, seed)))
     span = math.nan if corrupted is None else float(clean.mean() - corrupted.mean())
     frame = pd.DataFrame(
@@ -313,8 +315,10 @@ def _misfit(document: Mapping[str, Any]) -> str:
         if not isinstance(row, dict) or set(row) != set(EFFECT_COLUMNS):
             return f"effect {at} must have exactly {', '.join(EFFECT_COLUMNS)}"
         for name in ("layer", "head", "position", "n"):
-            if type(row[name]) is not int:
-                return f"{name!r} of effect {at} is no whole number"
+            if type(row[name]) is not int or not -1 <= row[name] <= _MOST:
+                return f"{name!r} of effect {at} is no whole number from −1 to {_MOST}"
+        if not isinstance(row["site"], str):
+            return f"'site' of effect {at} is no text"
     for name in ("baseline", "corrupted"):
         if document[name] is not None and len(document[name]) != n:
             return f"{name!r} has {len(document[name])} prompts, but 'clean' has {n}"

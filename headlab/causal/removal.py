@@ -87,13 +87,15 @@ def groups_of(
     Args:
         model: The model.
         groups: ``"heads"``: each by itself; ``"layers"``: all heads of a layer; or groups by name.
-        heads: Leave only these heads; by default all.
+        heads: Leave only these heads; by default all; not with groups by name.
 
     Raises:
         HeadError: A head is in two groups, or a name cannot be read.
-        PlanError: There are no such groups.
+        PlanError: There are no such groups, or heads are named beside groups by name.
     """
     if isinstance(groups, Mapping):
+        if heads is not None:
+            raise PlanError("groups= by name say which heads there are; leave heads= out")
         if not groups:
             raise PlanError("groups={} names no group; give at least one")
         named = {name: parse_heads(members, model.spec) for name, members in groups.items()}

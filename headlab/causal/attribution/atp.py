@@ -33,6 +33,7 @@ from torch import Tensor
 
 from headlab.attention import edits as editing
 from headlab.attention.edits import Site, Where
+from headlab.causal.arguments import seed_number
 from headlab.causal.attribution import gradients
 from headlab.causal.attribution.gradients import BySite, record, wide
 from headlab.causal.attribution.qk_fix import key_terms
@@ -53,6 +54,7 @@ AnyMetric: TypeAlias = "Metric | Callable[[Tensor, Tensor], Tensor]"
 ByLayer: TypeAlias = "dict[int, Tensor]"
 
 
+@gradients.enabled()
 def atp(
     model: Model,
     clean: Prompt,
@@ -93,12 +95,14 @@ def atp(
     Raises:
         PromptError: Clean and corrupted prompts do not match.
         PlanError: The metric has no gradient or is not finite, or an option does not exist.
-        UnsupportedError: The model is an encoder-decoder.
+        UnsupportedError: The model is an encoder-decoder, or has no language-model head.
     """
+    seed_number(seed)
     run = _Run(model, pairs(model, clean, corrupted, align), metric, direction, tokens_at_once)
     return run.effects(_Method(site, by, False, False), seed, tell)
 
 
+@gradients.enabled()
 def atp_star(
     model: Model,
     clean: Prompt,
@@ -139,6 +143,7 @@ def atp_star(
         PlanError: The metric has no gradient or is not finite, or an option does not exist.
         UnsupportedError: GradDrop on a model with an encoder or of one layer.
     """
+    seed_number(seed)
     run = _Run(model, pairs(model, clean, corrupted, align), metric, direction, tokens_at_once)
     return run.effects(_Method(site, by, qk_fix and site in ("q", "k"), grad_drop), seed, tell)
 

@@ -15,7 +15,7 @@ effects.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -26,9 +26,11 @@ from jaxtyping import Float
 from torch import Tensor
 
 from headlab.attention import keep
+from headlab.attention.keep import is_whole
 from headlab.attention.positions import resolve_positions
 from headlab.attention.trace import Trace
 from headlab.causal.answers import token_ids
+from headlab.causal.arguments import whole_number
 from headlab.errors import PlanError, UnsupportedError
 from headlab.models.stream_norm import FrozenNorm, frozen
 from headlab.prompts import Prompt, lengths_of
@@ -91,7 +93,12 @@ class DirectAttribution:
         return frame
 
     def top(self, n: int = 10) -> pd.DataFrame:
-        """The largest terms, whichever sign."""
+        """The largest terms, whichever sign.
+
+        Raises:
+            PlanError: n is not a whole number of at least 0.
+        """
+        n = whole_number(n, "n")
         order = self.frame["value"].abs().sort_values(ascending=False, kind="stable").index
         return self.frame.loc[order[:n]].reset_index(drop=True)
 
@@ -198,7 +205,12 @@ def prefixes(model: Model, prompts: Prompt, position: int | Sequence[int]) -> li
         )
     ids = model.tokens(prompts)
     lengths = lengths_of(ids)
-    given = [position] if isinstance(position, int) else [[at] for at in position]
+    if is_whole(position):
+        given: list[Any] = [position]
+    elif isinstance(position, Iterable) and not isinstance(position, str):
+        given = [[at] for at in position]
+    else:
+        raise PlanError(f"position={position!r:.60} must be a whole number, or one for each prompt")
     ends = resolve_positions(given, lengths, "position")[:, 0]
     return [row[: end + 1].tolist() for row, end in zip(ids, ends.tolist(), strict=True)]
 

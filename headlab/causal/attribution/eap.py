@@ -39,6 +39,7 @@ from torch import Tensor
 
 from headlab.attention import edits as editing
 from headlab.attention.edits import Edit, Site
+from headlab.causal.arguments import whole_number
 from headlab.causal.attribution import gradients, readers
 from headlab.causal.attribution.gradients import BySite, Points, Recording, record, wide
 from headlab.causal.graph import Edge, Graph
@@ -81,9 +82,7 @@ class Edges:
         Raises:
             PlanError: n is not a whole number of at least 1.
         """
-        if not isinstance(n, int) or n < 1:
-            raise PlanError(f"top({n!r}) must be asked for a whole number of edges, at least 1")
-        return replace(self, frame=self.frame.head(n))
+        return replace(self, frame=self.frame.head(whole_number(n, "n", 1)))
 
     def between_heads(self) -> Edges:
         """Only edges from a head to a head."""
@@ -112,6 +111,7 @@ class Edges:
         )
 
 
+@gradients.enabled()
 def eap(
     model: Model,
     clean: Prompt,
@@ -143,6 +143,7 @@ def eap(
     return _Scoring(model, clean, corrupted, metric, tokens_at_once, tell).edges(paths)
 
 
+@gradients.enabled()
 def eap_ig(
     model: Model,
     clean: Prompt,

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from headlab.attention import edits as editing
+from headlab.causal.arguments import seed_number
 from headlab.causal.attribution import gradients
 from headlab.causal.attribution.eap import Kind, Paths, paths_of
 from headlab.causal.attribution.gradients import Points, between, mean_slopes, record, wide
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from headlab.prompts import Prompt
 
 
+@gradients.enabled()
 def eap_ig_heads(
     model: Model,
     clean: Prompt,
@@ -63,8 +65,9 @@ def eap_ig_heads(
     Raises:
         PromptError: Clean and corrupted prompts do not match.
         PlanError: The metric has no gradient or is not finite, or there is no such kind of path.
-        UnsupportedError: The model is an encoder-decoder.
+        UnsupportedError: The model is an encoder-decoder, or has no language-model head.
     """
+    seed_number(seed)
     paths = paths_of(kind, steps, points)
     if any(layer.stack == "cross" for layer in model.spec.layers):
         raise UnsupportedError(

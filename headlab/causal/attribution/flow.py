@@ -32,7 +32,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from headlab.attention import ablate, keep
+from headlab.attention.keep import is_whole
 from headlab.attention.trace import Trace
+from headlab.causal.arguments import finite_number
 from headlab.causal.attribution.direct import agree
 from headlab.errors import PlanError, PromptError
 from headlab.models.stream_norm import frozen
@@ -116,9 +118,12 @@ class InformationFlow:
             threshold: Importance an edge must exceed.
 
         Raises:
-            PlanError: There is no such position.
+            PlanError: There is no such position, or the threshold is no finite number.
         """
         n = len(self.tokens)
+        finite_number(threshold, "threshold")
+        if not is_whole(position):
+            raise PlanError(f"position={position!r:.60} must be a whole number")
         if not -n <= position < n:
             raise PlanError(f"there is no position {position} in a prompt of {n} tokens")
         start = Node("stream", len(self.edges) - 1, position % n)
@@ -252,7 +257,7 @@ def information_flow(
         PlanError: tau is not in [0, 1), or the prompt is too long.
         UnsupportedError: The stream of this model is no sum of what heads and MLPs give.
     """
-    if not 0 <= tau < 1:
+    if not 0 <= finite_number(tau, "tau") < 1:
         raise PlanError(f"tau={tau!r} must lie in [0, 1)")
     ids = model.tokens(prompt)
     if len(ids) != 1:

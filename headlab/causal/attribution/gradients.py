@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 from headlab.attention import edits as editing
 from headlab.attention.edits import Edit, Site, Where
-from headlab.errors import PlanError
+from headlab.causal.arguments import whole_number
+from headlab.errors import PlanError, UnsupportedError
 
 if TYPE_CHECKING:
     from headlab.causal.metrics import BoundMetric
@@ -54,7 +55,16 @@ class Recording:
         return metric.checked(self.logits, rows)
 
     def slopes(self, total: Tensor, *, keep_graph: bool = False) -> BySite:
-        """Gradient of a number at everything recorded; 0 at what it does not depend on."""
+        """Gradient of a number at everything recorded; 0 at what it does not depend on.
+
+        Raises:
+            PlanError: The number has no gradient at all: a metric that detaches.
+        """
+        if not total.requires_grad:
+            raise PlanError(
+                "the metric has no gradient, so nothing can be attributed to it; compute it from the logits with "
+                "differentiable operations only, without detach(), item() or numpy"
+            )
         sites = [site for site in self.values if site not in editing.ROW_SITES]
         places = [(site, layer) for site in sites for layer in self.values[site]]
         inner = [self.values[site][layer] for site, layer in places]
@@ -104,7 +114,27 @@ def record(
         embeddings_replaced(model, embeddings),
     ):
         run = model.trace(ids, logits=logits, grad=grad)
-    return Recording(run.logits, values)
+    return Recording(None if logits == "none" else given(model, run.logits), values)
+
+
+def given(model: Model, logits: Tensor | None) -> Tensor:
+    """The logits of a run.
+
+    Raises:
+        UnsupportedError: There are none, since the model has no language-model head.
+    """
+    if logits is None:
+        raise UnsupportedError(
+            f"{model.name} has no language-model head, so it gives no logits to measure"
+        )
+    return logits
+
+
+@contextmanager
+def enabled() -> Iterator[None]:
+    """Gradients, even where the caller has turned them off."""
+    with torch.inference_mode(False), torch.enable_grad():
+        yield
 
 
 def _recorder(values: dict[int, Tensor], grad: bool) -> Callable[[Tensor, Where], Tensor]:
@@ -147,8 +177,7 @@ def measured(
     """The metric of each prompt's run, and all logits where it needs a reference and has none yet."""
     values, kept = [], []
     for rows in chunks(len(ids), ids.shape[1], tokens_at_once):
-        logits = model.trace(chosen(ids, rows), logits=metric.needs).logits
-        assert logits is not None
+        logits = given(model, model.trace(chosen(ids, rows), logits=metric.needs).logits)
         if metric.needs_reference and metric.reference is None:
             kept.append((rows, logits))
         else:
@@ -186,8 +215,7 @@ def shares(steps: int, points: Points) -> tuple[float, ...]:
     Raises:
         PlanError: There are no such points.
     """
-    if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
-        raise PlanError(f"steps={steps!r} must be a whole number of at least 1")
+    steps = whole_number(steps, "steps", 1)
     shift = {"left": 0.0, "midpoint": 0.5, "right": 1.0}
     if points not in shift:
         raise PlanError(f"points={points!r} must be 'midpoint', 'left' or 'right'")
@@ -246,7 +274,7 @@ def frozen(module: nn.Module) -> Iterator[None]:
 
 def chunks(n_prompts: int, tokens_per_prompt: int, tokens_at_once: int) -> Iterator[Tensor]:
     """Prompts that run together, by number, so that at most so many tokens run at once (or one prompt does)."""
-    size = max(1, tokens_at_once // max(tokens_per_prompt, 1))
+    size = max(1, whole_number(tokens_at_once, "tokens_at_once", 1) // max(tokens_per_prompt, 1))
     for start in range(0, n_prompts, size):
         yield torch.arange(start, min(start + size, n_prompts))
 

@@ -40,6 +40,7 @@ Reduction: TypeAlias = Literal["token", "example", "batch"]
 _REDUCTIONS = ("token", "example", "batch")
 
 
+@gradients.enabled()
 def head_importance(
     model: Model,
     prompts: Prompt,
@@ -67,7 +68,7 @@ def head_importance(
 
     Raises:
         PlanError: The metric has no gradient or is not finite, or an option does not exist.
-        UnsupportedError: The model is an encoder-decoder.
+        UnsupportedError: The model is an encoder-decoder, or has no language-model head.
     """
     import pandas as pd
 

@@ -17,14 +17,17 @@ deep decoder drifts to the earliest tokens, since no layer can lead later than i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import index
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from jaxtyping import Float
 
 from headlab.attention import Head, HeadsLike, keep, parse_heads
+from headlab.attention.keep import is_whole
+from headlab.causal.arguments import finite_number
 from headlab.errors import PlanError, PromptError, UnsupportedError
 from headlab.prompts import Prompt
 
@@ -105,10 +108,14 @@ def with_residual(
 
     Where learned sinks leave rows that sum to less, the residual connection gains.
     """
-    if not 0 <= share <= 1:
-        raise PlanError(f"residual_share={share!r} must lie in [0, 1]")
+    _check_share(share)
     joined = share * np.eye(pattern.shape[-1]) + (1 - share) * pattern
     return np.asarray(joined / joined.sum(-1, keepdims=True))
+
+
+def _check_share(share: float) -> None:
+    if not 0 <= finite_number(share, "residual_share") <= 1:
+        raise PlanError(f"residual_share={share!r} must lie in [0, 1]")
 
 
 def without_first_token(
@@ -183,6 +190,7 @@ def attention_rollout(
         HeadError: A head does not exist.
         UnsupportedError: The model has an encoder and a decoder.
     """
+    _check_share(residual_share)
     chosen = parse_heads(heads, model.spec) if heads is not None else ()
     ids = _one_prompt(model, prompt)
     steps: list[np.ndarray] = []
@@ -225,6 +233,7 @@ def attention_flow(
         PlanError: A layer or position does not exist, or the residual share is not in [0, 1].
         UnsupportedError: The model has an encoder and a decoder.
     """
+    _check_share(residual_share)
     ids = _one_prompt(model, prompt)
     n = ids.shape[1]
     if n > FLOW_TOKENS:
@@ -274,7 +283,14 @@ def _one_prompt(model: Model, prompt: Prompt) -> Tensor:
 
 def _resolved(label: str, given: Sequence[int] | None, n: int) -> tuple[int, ...]:
     wanted: Any = range(n) if given is None else given
+    if isinstance(wanted, str) or not isinstance(wanted, Iterable):
+        raise PlanError(f"{label}={given!r:.60} must be a list of whole numbers")
+    wanted = list(wanted)
+    if not wanted:
+        raise PlanError(f"{label}=[] names none; leave it out for all {n}")
     for at in wanted:
+        if not is_whole(at):
+            raise PlanError(f"{label} names {at!r:.60}, which is no whole number")
         if not -n <= at < n:
             raise PlanError(f"{label} names {at}, but there are {n}, 0–{n - 1}")
-    return tuple(at % n for at in wanted)
+    return tuple(index(at) % n for at in wanted)

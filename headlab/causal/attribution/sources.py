@@ -13,7 +13,7 @@ As there, only direct paths show: what stands at a source token was put there by
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -24,6 +24,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from headlab.causal.arguments import finite_number
 from headlab.causal.attribution.direct import ReadOut, agree, attribution, prefixes, read_outs
 from headlab.errors import PlanError
 from headlab.prompts import Prompt
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
 
     from headlab.model import Model
 
+#: Columns of the table besides spans.
+_COLUMNS = ("layer", "head", "value", "other")
 #: Positions [start, stop): the same for every prompt, or one pair per prompt.
 Spans: TypeAlias = "tuple[int, int] | Sequence[tuple[int, int]]"
 
@@ -105,8 +108,9 @@ class SourceAttribution:
         Raises:
             PlanError: There is no such span, or ratio is below 1.
         """
-        if not ratio >= 1:
+        if finite_number(ratio, "ratio") < 1:
             raise PlanError(f"ratio={ratio!r} must be at least 1")
+        finite_number(least, "least")
         frame = self.frame[["layer", "head"]].copy()
         ours, theirs = self._mean(self.span(subject)), self._mean(self.span(relation))
         frame["subject"], frame["relation"] = ours, theirs
@@ -160,7 +164,7 @@ def by_source(
         foils: See answers.
         position: See answers.
         spans: Labelled positions [start, stop), such as ``{"subject": …, "relation": …}``: each one pair for all
-            prompts, or one per prompt. Spans may not overlap.
+            prompts, or one per prompt. Spans may not overlap, nor be named as other columns of the table are.
         centred: See answers.
         tell: Told how far it is.
 
@@ -224,7 +228,18 @@ def _checked(
 ) -> dict[str, tuple[tuple[int, int], ...]]:
     """Spans per prompt."""
     found: dict[str, tuple[tuple[int, int], ...]] = {}
+    if not isinstance(spans, Mapping):
+        raise PlanError(
+            f"spans={spans!r:.60} must name spans of positions, as {{'subject': (1, 3)}}"
+        )
     for label, given in spans.items():
+        if not isinstance(label, str) or not label or label in _COLUMNS:
+            raise PlanError(
+                f"a span cannot be named {label!r:.60}; use a text other than {', '.join(_COLUMNS)}, which are columns "
+                "of the table"
+            )
+        if not isinstance(given, Iterable):
+            raise PlanError(f"span {label!r} must be (start, stop), not {given!r:.60}")
         pairs: list[Any] = [given] * len(lengths) if _is_pair(given) else list(given)
         if len(pairs) != len(lengths) or not all(_is_pair(pair) for pair in pairs):
             raise PlanError(

@@ -18,8 +18,9 @@ import numpy as np
 from jaxtyping import Float
 
 from headlab.attention import Head, HeadsLike, parse_heads
-from headlab.attention.keep import is_whole
+from headlab.causal.arguments import finite_number, seed_number, whole_number
 from headlab.causal.circuits.circuit import Circuit
+from headlab.causal.circuits.given_scores import scores_of_heads
 from headlab.causal.effects import Effects
 from headlab.causal.removal import Removal
 from headlab.causal.sweep import Sweep
@@ -98,8 +99,11 @@ def pruning_curve(
 
     Raises:
         HeadError: A head does not exist.
-        PlanError: A score is NaN, a step is out of range, or the metric does not fit.
+        PlanError: A score is no finite number, a step is out of range, or the metric does not fit.
     """
+    seed_number(seed)
+    if not 0 < finite_number(step, "step") <= 1:
+        raise PlanError(f"step={step!r} must be a share of the heads above 0 and at most 1")
     order = _order(model, scores, seed)
     leaving = _sparing(model, order) if keep_one else order
     n_heads = sum(layer.n_heads for layer in model.spec.layers)
@@ -155,11 +159,10 @@ def greedy_pruning(
         HeadError: A head does not exist.
         PlanError: A number is out of range, or the metric does not fit.
     """
+    seed_number(seed)
     left = list(parse_heads(heads, model.spec))
-    wanted = len(left) if n_remove is None else n_remove
-    for name, number in (("n_remove", wanted), ("at_once", at_once)):
-        if not is_whole(number) or number < 1:
-            raise PlanError(f"{name}={number!r} must be a whole number of at least 1")
+    wanted = len(left) if n_remove is None else whole_number(n_remove, "n_remove", 1)
+    at_once = whole_number(at_once, "at_once", 1)
     if wanted > len(left):
         raise PlanError(f"n_remove={wanted} is more than the {len(left)} heads that may go")
     removal = Removal(model, kind, reference=reference)
@@ -210,16 +213,11 @@ def _order(
             raise PlanError(f"scores={scores!r} must be 'random' or a score for each head")
         every = parse_heads("*.*", model.spec)
         return tuple(every[at] for at in np.random.default_rng(seed).permutation(len(every)))
-    named: dict[Head, float] = {}
-    for name, score in scores.items():
-        for head in parse_heads(name, model.spec):
-            if np.isnan(score):
-                raise PlanError(
-                    f"the score of head {head} is NaN, so it has no place in the order; leave it out"
-                )
-            if head in named:
-                raise PlanError(f"head {head} has two scores; give it one")
-            named[head] = float(score)
+    named = {
+        head: score
+        for name, score in scores_of_heads(model, scores).items()
+        for head in parse_heads(name, model.spec)
+    }
     if not named:
         raise PlanError("scores= is empty; give a score for each head that may go")
     return tuple(sorted(named, key=lambda head: (named[head], head)))
@@ -244,8 +242,6 @@ def _last_of(model: Model, head: Head, gone: Sequence[Head]) -> bool:
 
 def _counts(n_leaving: int, n_heads: int, step: float) -> list[int]:
     """Heads gone at each step: none first, then ever more by a share of all heads, all that may go last."""
-    if not 0 < step <= 1:
-        raise PlanError(f"step={step!r} must be a share of the heads above 0 and at most 1")
     steps = range(int(np.ceil(1 / step - 1e-9)) + 1)
     counts = [min(n_leaving, round(at * step * n_heads)) for at in steps]
     return sorted({*counts, n_leaving})

@@ -26,7 +26,7 @@ import numpy as np
 from jaxtyping import Bool, Float
 
 from headlab.attention import HeadsLike
-from headlab.attention.keep import is_whole
+from headlab.causal.arguments import finite_number, seed_number, whole_number
 from headlab.causal.head_sets.stopping import Bernstein
 from headlab.errors import PlanError
 from headlab.statistics import bootstrap_interval
@@ -107,7 +107,7 @@ def shapley_values(
             marginal exceeds the range that the stopping rule was told.
     """
     n_players = len(players)
-    _check(players, n_permutations, truncation, antithetic, at_once)
+    _check(players, n_permutations, truncation, antithetic, at_once, stop, seed)
     # At least one player leaves in every order; a pair of orders reaches everybody only from half of them on.
     depth = max(1, int(np.ceil(truncation * n_players - 1e-9)))
     rng = np.random.default_rng(seed)
@@ -164,7 +164,7 @@ def shapley_heads(
         prompts: The prompts.
         metric: The metric; a higher value counts as better, so heads of negative value of a loss are the useful ones.
         groups: ``"heads"``, ``"layers"``, or groups by name, as ``{"name movers": "9.9, 10.0"}``.
-        heads: The heads that play; the others always stay. By default all.
+        heads: The heads that play; the others always stay. By default all; not with groups by name, which say it.
         kind: What takes a head out: ``"zero"`` or ``"mean"`` z.
         reference: Prompts for the mean.
         out: Folder for finished parts, so that a killed run resumes.
@@ -179,6 +179,7 @@ def shapley_heads(
 
     named = groups_of(model, groups, heads)
     players = tuple(named)
+    _check(players, n_permutations, truncation, antithetic, at_once, stop, seed)  # before any run
     removal = Removal(model, kind, reference=reference)
     about = {
         "removal": removal.about,
@@ -345,17 +346,24 @@ def _frame(players: Sequence[str], tally: _Tally, stopped: np.ndarray, seed: int
 
 
 def _check(
-    players: Sequence[str], n_permutations: int, truncation: float, antithetic: bool, at_once: int
+    players: Sequence[str],
+    n_permutations: int,
+    truncation: float,
+    antithetic: bool,
+    at_once: int,
+    stop: Bernstein | None,
+    seed: int,
 ) -> None:
+    seed_number(seed)
     if len(set(players)) != len(players) or not players:
         raise PlanError(f"players={list(players)!r:.60} must be at least one, each named once")
     for name, number in (("n_permutations", n_permutations), ("at_once", at_once)):
-        if not is_whole(number) or number < 1:
-            raise PlanError(f"{name}={number!r} must be a whole number of at least 1")
-        if antithetic and number % 2:
+        if whole_number(number, name, 1) % 2 and antithetic:
             raise PlanError(f"{name}={number} must be even, since antithetic orders come in pairs")
-    if not 0 < truncation <= 1:
+    if not 0 < finite_number(truncation, "truncation") <= 1:
         raise PlanError(f"truncation={truncation!r} must be a share above 0 and at most 1")
+    if stop is not None and not isinstance(stop, Bernstein):
+        raise PlanError(f"stop={stop!r:.60} must be a stopping rule, as Bernstein(), or None")
 
 
 def _check_span(tally: _Tally, stop: Bernstein, players: Sequence[str]) -> None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from headlab.causal.arguments import finite_number
 from headlab.errors import PlanError
 
 
@@ -31,6 +32,8 @@ class Bernstein:
     as_published: bool = False
 
     def __post_init__(self) -> None:
+        for name in ("above", "delta", "span"):
+            finite_number(getattr(self, name), name)
         if not 0 < self.delta < 1 or not self.span > 0:
             raise PlanError(
                 f"delta={self.delta!r} must lie between 0 and 1 and span={self.span!r} above 0"
