@@ -5,27 +5,12 @@ The prompt is the unit: tokens of one prompt are not independent.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 from jaxtyping import Float
-
-from headlab.errors import PlanError
 
 RESAMPLES = 2000
 _EXACT = 17
 _CHUNK = 1 << 14
-
-
-def checked_seed(seed: Any) -> int:
-    """A seed that numpy takes.
-
-    Raises:
-        PlanError: It is no whole number of at least 0.
-    """
-    if isinstance(seed, bool) or not hasattr(seed, "__index__") or int(seed) < 0:
-        raise PlanError(f"seed={seed!r} must be a whole number of at least 0")
-    return int(seed)
 
 
 def bootstrap_interval(

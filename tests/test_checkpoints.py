@@ -12,7 +12,7 @@ from tiny_models import build, tiny_tokenizer
 import headlab as hl
 from headlab.causal.circuits.checkpoints import over_checkpoints
 from headlab.causal.circuits.circuit import Circuit
-from headlab.errors import PlanError, PromptError
+from headlab.errors import HeadError, PlanError, PromptError
 
 PROMPTS = torch.randint(4, 97, (2, 5), generator=torch.Generator().manual_seed(0))
 REVISIONS = ["step0", "step512", "main"]
@@ -62,6 +62,27 @@ def test_masked_scores_stand_beside_unmasked_ones():
     assert named[named["in_circuit"]][["layer", "head"]].drop_duplicates().values.tolist() == [
         [1, 2]
     ]
+
+
+@pytest.mark.parametrize("given", ["1.2", ["L1H2"], {(1, np.int64(2))}, ((1, 2),), (1, 2)])
+def test_heads_of_the_circuit_go_by_any_name(given):
+    table = over_checkpoints(load, ["main"], norms, PROMPTS, circuit=lambda *_: given)
+    inside = table[table["in_circuit"]][["layer", "head"]].drop_duplicates()
+    assert inside.to_numpy().tolist() == [[1, 2]]
+
+
+def test_heads_that_do_not_exist_are_in_no_circuit():
+    for given in ([(0, -1)], [(9, 9)], ["L0H9"]):
+        with pytest.raises(HeadError, match="does not exist"):
+            over_checkpoints(load, ["main"], norms, PROMPTS, circuit=lambda *_, g=given: g)
+    for given in (None, 5, ["first"], [(0,)]):
+        with pytest.raises(HeadError):
+            over_checkpoints(load, ["main"], norms, PROMPTS, circuit=lambda *_, g=given: g)
+    other = Circuit("heads", {"L0H0": 1.0}, "other", "", (1, 1))
+    with pytest.raises(PlanError, match="found in other with 2 heads in 2 layers"):
+        over_checkpoints(load, ["main"], norms, PROMPTS, circuit=lambda *_: other)
+    none = over_checkpoints(load, ["main"], norms, PROMPTS, circuit=lambda *_: ())
+    assert not none["in_circuit"].any()
 
 
 def test_finished_checkpoints_are_not_loaded_again(tmp_path):

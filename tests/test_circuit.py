@@ -133,6 +133,39 @@ def test_circuits_of_a_model_carry_its_name_and_weights(lab):
         small(CHAIN).check(model)
 
 
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda m: small({"L0H0": "x"}, kind="heads"), "score of 'L0H0' is 'x'; scores must be finite"),
+        (lambda m: small({"L0H0": True}, kind="heads"), "score of 'L0H0' is True"),
+        (lambda m: small({"L0H0\n": 1.0}, kind="heads"), "toy has no node"),
+        (lambda m: small(["L0H0"], kind="heads"), "must map heads to their scores"),
+        (lambda m: Circuit.of_heads(m, {"L0H0": None}), "score of head L0H0 is None"),
+        (lambda m: Circuit.of_heads(m, {"L0H0": "1"}), "score of head L0H0 is '1'"),
+        (lambda m: Circuit.of_heads(m, ["L0H0"]), "must give each head its score"),
+        (lambda m: Circuit.of_heads(m, None), "must give each head its score"),
+        (lambda m: Circuit.of_edges(m, {("embed",): 1.0}), r"\('embed',\) is no edge"),
+        (lambda m: Circuit.of_edges(m, {("embed", "L0H0", "q", "q"): 1.0}), "is no edge"),
+        (lambda m: Circuit.of_edges(m, {"ab": 1.0}), "'ab' is no edge"),
+        (lambda m: Circuit.of_edges(m, {(0, 1): 1.0}), r"\(0, 1\) is no edge"),
+        (lambda m: Circuit.of_edges(m, {("mlp0", "logits"): None}), "score of edge mlp0 → logits is None"),
+        (lambda m: Circuit.of_edges(m, {("mlp0", "logits"): 1, ("mlp0", "logits", ""): 2}), "has two scores"),
+        (lambda m: Circuit.of_edges(m, [("mlp0", "logits")]), "must give each edge its score"),
+        (lambda m: overlap(small(CHAIN), None), "b=None must be a Circuit"),
+        (lambda m: overlap("L0H0", small(CHAIN)), "a='L0H0' must be a Circuit"),
+    ],
+)  # fmt: skip
+def test_what_is_no_circuit_is_refused(lab, call, message):
+    with pytest.raises(PlanError, match=message):
+        call(lab("llama"))
+
+
+def test_numbers_of_numpy_are_scores():
+    circuit = small({"L0H0": np.float32(0.5), "L1H1": np.int64(2)}, kind="heads")
+    assert Circuit.from_json(circuit.to_json()).scores == {"L0H0": 0.5, "L1H1": 2.0}
+    assert len(circuit.top(np.int64(1))) == 1
+
+
 # -- JSON ----------------------------------------------------------------------------------------------------
 
 
@@ -192,6 +225,14 @@ def changed(**changes):
         (changed(edges__0__target="L8H0"), "cannot be read: toy has no node 'L8H0'"),
         (changed(edges__1__source="L1H1"), "cannot be read: L1H1 does not come before L1H1"),
         (changed(edges__3__target="L0H0", edges__3__input="v"), "entry 3 .* is there twice"),
+        (changed(edges__2__target="logits\n"), "toy has no node"),
+        (changed(edges__0__target="L0H0\n"), "toy has no node"),
+        (changed(edges__0__target="L٠H0"), "toy has no node"),
+        (changed(edges__0__target="L" + "1" * 5000 + "H0"), "toy has no node"),
+        (changed().replace('"kind"', '"kind": "heads", "kind"'), "the name 'kind' stands twice in one object"),
+        (changed().replace('"score"', '"score": 3, "score"', 1), "the name 'score' stands twice"),
+        (changed(model__n_heads=[2, 10**30]), "more than 100000 heads"),
+        (changed(model__n_heads=[1] * 100_001), "more than 100000 heads"),
     ],
 )  # fmt: skip
 def test_json_that_is_no_circuit_is_refused_with_the_reason(text, message):

@@ -386,5 +386,5 @@ def test_bad_input_is_explained() -> None:
         eap_ig(model, clean, corrupted, METRIC, points="middle")  # type: ignore[arg-type]
     with pytest.raises(PlanError, match="kind='weights'"):
         eap_ig(model, clean, corrupted, METRIC, kind="weights")  # type: ignore[arg-type]
-    with pytest.raises(PlanError, match="top"):
+    with pytest.raises(PlanError, match="n=0 must be"):
         eap(model, clean, corrupted, METRIC).top(0)

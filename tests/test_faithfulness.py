@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from types import SimpleNamespace
 
 import numpy as np
@@ -15,7 +16,7 @@ from headlab.causal.attribution.eap import eap
 from headlab.causal.circuits.circuit import Circuit
 from headlab.causal.circuits.faithfulness import HeadRuns, area, faithfulness, faithfulness_curve
 from headlab.causal.paths.edges import EdgeRuns
-from headlab.errors import PlanError, PromptError
+from headlab.errors import HeadError, PlanError, PromptError
 
 METRIC = metrics.logit_difference(20, 30)
 CLEAN = torch.randint(4, 97, (3, 7), generator=torch.Generator().manual_seed(0))
@@ -202,6 +203,82 @@ def test_effects_become_circuits_of_heads(lab):
     assert (
         Circuit.of_heads(model, restored).scores[f"L{row['layer']}H{row['head']}"] == row["effect"]
     )
+
+
+def test_an_effect_of_a_group_is_the_score_of_all_its_heads(lab):
+    model = lab("llama")  # two groups of three heads in each of two layers
+    grouped = hl.causal.ablate_each(model, CLEAN, METRIC, by="kv_group")
+    circuit = Circuit.of_heads(model, grouped)
+    assert circuit.heads == hl.parse_heads("*.*", model.spec)
+    for row in grouped.frame.to_dict("records"):
+        for head in range(row["head"], row["head"] + 3):
+            assert circuit.scores[f"L{row['layer']}H{head}"] == -row["effect"]
+
+
+@pytest.mark.parametrize("options", [{"by": "layer"}, {"site": "mlp_out"}])
+def test_effects_of_whole_layers_are_no_heads(lab, options):
+    effects = hl.causal.ablate_each(lab("llama"), CLEAN, METRIC, **options)
+    with pytest.raises(PlanError, match="effects of whole layers, which are no heads"):
+        Circuit.of_heads(lab("llama"), effects)
+
+
+def test_runs_take_heads_by_any_name(lab):
+    model = lab("llama")
+    runs = HeadRuns(model, CLEAN, CORRUPTED, METRIC)
+    layer = [hl.Head(0, head) for head in range(6)]
+    circuit = Circuit.of_heads(model, {"0.*": 1.0})
+    several = ["0.*", ["0.*"], [(0, head) for head in range(6)], circuit, set(layer), iter(layer)]
+    values = runs.run([layer, *several, (), "1.2", (1, 2), ["L1H2"]])
+    assert np.array_equal(values[:7], np.tile(values[0], (7, 1)))
+    assert np.array_equal(values[8:], np.tile(values[8], (3, 1)))
+    assert np.array_equal(values[7], runs.corrupted)
+    assert np.abs(values[[0, 8]] - runs.corrupted).min() > 1e-6  # they do measure other things
+
+
+@pytest.mark.parametrize(
+    "kept", [[[(9, 9)]], ["L0H9"], ["first"], [""], [5], [None], [[("L0", "H1")]]]
+)
+def test_runs_refuse_heads_that_do_not_exist(lab, kept):
+    with pytest.raises(HeadError):
+        HeadRuns(lab("llama"), CLEAN, CORRUPTED, METRIC).run(kept)
+
+
+def test_runs_refuse_what_is_no_list_of_circuits(lab):
+    runs = HeadRuns(lab("llama"), CLEAN, CORRUPTED, METRIC)
+    for kept in ("0.*", None, Circuit.of_heads(lab("llama"), {"0.*": 1.0})):
+        with pytest.raises(PlanError, match="must be a list of circuits"):
+            runs.run(kept)
+    edges = Circuit.of_edges(lab("llama"), {("mlp0", "logits"): 1.0})
+    with pytest.raises(PlanError, match="this circuit is one of edges"):
+        runs.run([edges])
+    with pytest.raises(PlanError, match="circuit=None must be a Circuit"):
+        faithfulness(runs, None)
+    for sizes in (None, "ab", 5):
+        with pytest.raises(PlanError, match="must be a list of shares"):
+            faithfulness_curve(runs, Circuit.of_heads(lab("llama"), {"*.*": 1.0}), sizes=sizes)
+    with pytest.raises(PlanError, match="a share of sizes='a' must be a finite number"):
+        faithfulness_curve(runs, Circuit.of_heads(lab("llama"), {"*.*": 1.0}), sizes=["a", "b"])
+
+
+def test_draws_that_tell_nothing_apart_are_left_out_of_the_interval():
+    """Prompt 0 measures the same whole and empty: a quarter of the draws of two prompts are 0/0."""
+    runs = MadeUp()
+    keep_all = runs.run
+
+    def run(kept):
+        values = keep_all(kept)
+        values[:, 0] = 0.1
+        return values
+
+    runs.run, runs.clean, runs.corrupted = run, np.array([0.1, 6.0]), np.array([0.1, 1.0])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = faithfulness(runs, ranked())
+        curve = faithfulness_curve(runs, ranked(), sizes=(0.5, 1.0))
+    # Whatever else is drawn, the second prompt alone decides: its 5 of 5 is f of all draws that have one.
+    assert (found.value, found.ci_low, found.ci_high) == pytest.approx((1, 1, 1))
+    assert np.isfinite(curve.frame[["ci_low", "ci_high"]].to_numpy()).all()
+    assert np.isfinite([*curve.cpr, *curve.cmd]).all()
 
 
 def test_patched_runs_need_pairs(lab):

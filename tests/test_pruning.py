@@ -111,7 +111,7 @@ def test_bad_input_is_named(lab):
     for scores, options, message in [
         ("best", {}, "'random' or a score for each head"),
         ({}, {}, "scores= is empty"),
-        ({"0.0": math.nan}, {}, "score of head L0H0 is NaN"),
+        ({"0.0": math.nan}, {}, "score of head L0H0 is nan"),
         ({"0.0": 1.0, (0, 0): 2.0}, {}, "head L0H0 has two scores"),
         ({"0.0": 1.0}, {"step": 0}, "step=0 must be a share"),
         ({"0.0": 1.0}, {"kind": "mean"}, "needs reference="),

@@ -14,13 +14,13 @@ from headlab.attention.ablations import Kind
 from headlab.attention.edits import ROW_SITES, Site, as_positions
 from headlab.attention.keep import STREAM
 from headlab.attention.positions import resolve_positions
+from headlab.causal.arguments import seed_number
 from headlab.causal.effects import Effects, effects_of
 from headlab.causal.metrics import Metric
 from headlab.causal.sweep import Sweep
 from headlab.errors import HeadError, PlanError
 from headlab.models.spec import ModelSpec
 from headlab.prompts import Prompt
-from headlab.statistics import checked_seed
 
 if TYPE_CHECKING:
     from headlab.model import Model
@@ -72,7 +72,7 @@ def ablate_each(
         PlanError: The ablation cannot be carried out, or the metric gives NaN.
         PromptError: A prompt cannot be used.
     """
-    seed = checked_seed(seed)
+    seed = seed_number(seed)
     at = as_positions(positions)
     units = units_of(model.spec, heads, by, site)
     if isinstance(reference, Trace) and out is not None:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import math
-from numbers import Real
-from operator import index
+from numbers import Integral, Real
 from typing import Any
 
-from headlab.attention.keep import is_whole
 from headlab.errors import PlanError
 
 
@@ -17,9 +15,9 @@ def whole_number(value: Any, name: str, least: int = 0) -> int:
     Raises:
         PlanError: It is not one, or too small.
     """
-    if not is_whole(value) or index(value) < least:
+    if not is_integer(value) or value < least:
         raise PlanError(f"{name}={value!r:.60} must be a whole number of at least {least}")
-    return index(value)
+    return int(value)
 
 
 def finite_number(value: Any, name: str) -> float:
@@ -31,6 +29,11 @@ def finite_number(value: Any, name: str) -> float:
     if not is_finite(value):
         raise PlanError(f"{name}={value!r:.60} must be a finite number")
     return float(value)
+
+
+def is_integer(value: Any) -> bool:
+    """Whether something is a whole number; True, False and arrays are not."""
+    return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 def is_finite(value: Any) -> bool:

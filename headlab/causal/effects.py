@@ -14,8 +14,7 @@ import numpy as np
 from jaxtyping import Float
 
 from headlab.attention.heads import Head
-from headlab.attention.keep import is_whole
-from headlab.causal.arguments import seed_number, whole_number
+from headlab.causal.arguments import is_integer, seed_number, whole_number
 from headlab.errors import HeadError, OutputError, PlanError
 from headlab.shards import write_text
 from headlab.statistics import bootstrap_interval, sign_flip_p
@@ -297,7 +296,7 @@ def _place(head: Any) -> tuple[int, int]:
         if match:
             layer, which = (int(group) for group in match.groups() if group is not None)
             return layer, which
-    elif isinstance(head, tuple) and len(head) == 2 and all(map(is_whole, head)):
+    elif isinstance(head, tuple) and len(head) == 2 and all(map(is_integer, head)):
         return int(head[0]), int(head[1])
     raise HeadError(f"{head!r:.60} does not name a head; write 'L18H6', '18.6' or (18, 6)")
 

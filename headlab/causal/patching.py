@@ -13,13 +13,13 @@ from headlab.attention.edits import Site, as_positions
 from headlab.attention.keep import STREAM
 from headlab.attention.positions import resolve_positions
 from headlab.causal.ablation import By, Tell, key_of, units_of
+from headlab.causal.arguments import seed_number
 from headlab.causal.effects import Effects, effects_of
 from headlab.causal.metrics import Metric, as_metric
 from headlab.causal.prompt_pairs import Align, Pairs, pairs
 from headlab.causal.sweep import Sweep
 from headlab.errors import PlanError, PromptError
 from headlab.prompts import Prompt, lengths_of
-from headlab.statistics import checked_seed
 
 if TYPE_CHECKING:
     from headlab.model import Model
@@ -80,7 +80,7 @@ def patch_each(
         raise PlanError(f"direction={direction!r} must be 'denoising' or 'noising'")
     if site == "scores":
         raise PlanError("scores are kept by no trace, so they cannot be patched; patch the pattern")
-    seed = checked_seed(seed)
+    seed = seed_number(seed)
     at = positions if isinstance(positions, str) else as_positions(positions)
     both = pairs(model, clean, corrupted, align)
     given = as_metric(metric)

@@ -26,11 +26,10 @@ from jaxtyping import Float
 from torch import Tensor
 
 from headlab.attention import keep
-from headlab.attention.keep import is_whole
 from headlab.attention.positions import resolve_positions
 from headlab.attention.trace import Trace
 from headlab.causal.answers import token_ids
-from headlab.causal.arguments import whole_number
+from headlab.causal.arguments import is_integer, whole_number
 from headlab.errors import PlanError, UnsupportedError
 from headlab.models.stream_norm import FrozenNorm, frozen
 from headlab.prompts import Prompt, lengths_of
@@ -205,7 +204,7 @@ def prefixes(model: Model, prompts: Prompt, position: int | Sequence[int]) -> li
         )
     ids = model.tokens(prompts)
     lengths = lengths_of(ids)
-    if is_whole(position):
+    if is_integer(position):
         given: list[Any] = [position]
     elif isinstance(position, Iterable) and not isinstance(position, str):
         given = [[at] for at in position]

@@ -137,7 +137,7 @@ def eap(
     Raises:
         PromptError: Clean and corrupted prompts do not match.
         PlanError: The metric has no gradient or is not finite.
-        UnsupportedError: The architecture has no edges from single heads.
+        UnsupportedError: The architecture has no edges from single heads, or the model no language-model head.
     """
     paths = Paths("EAP", None, (1.0,))
     return _Scoring(model, clean, corrupted, metric, tokens_at_once, tell).edges(paths)
@@ -176,7 +176,7 @@ def eap_ig(
     Raises:
         PromptError: Clean and corrupted prompts do not match.
         PlanError: The metric has no gradient or is not finite, or there is no such kind of path.
-        UnsupportedError: The architecture has no edges from single heads.
+        UnsupportedError: The architecture has no edges from single heads, or the model no language-model head.
     """
     paths = paths_of(kind, steps, points)
     return _Scoring(model, clean, corrupted, metric, tokens_at_once, tell).edges(paths)

@@ -32,9 +32,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from headlab.attention import ablate, keep
-from headlab.attention.keep import is_whole
 from headlab.attention.trace import Trace
-from headlab.causal.arguments import finite_number
+from headlab.causal.arguments import finite_number, is_integer
 from headlab.causal.attribution.direct import agree
 from headlab.errors import PlanError, PromptError
 from headlab.models.stream_norm import frozen
@@ -122,7 +121,7 @@ class InformationFlow:
         """
         n = len(self.tokens)
         finite_number(threshold, "threshold")
-        if not is_whole(position):
+        if not is_integer(position):
             raise PlanError(f"position={position!r:.60} must be a whole number")
         if not -n <= position < n:
             raise PlanError(f"there is no position {position} in a prompt of {n} tokens")

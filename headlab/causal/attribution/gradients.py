@@ -98,6 +98,10 @@ def record(
         embeddings: What the tokens are embedded as, instead of their own embeddings.
         grad: Whether to keep the graph; it starts at the first thing recorded. Scores and patterns are recorded
             [row, head, query, key] and without it.
+
+    Raises:
+        PlanError: The model was loaded in inference mode, so that there are no gradients.
+        UnsupportedError: Logits are asked of a model without a language-model head.
     """
     chosen = sites if isinstance(sites, Mapping) else {site: None for site in sites}
     values: BySite = {site: {} for site in chosen}
@@ -262,6 +266,10 @@ def embeddings_of(
 @contextmanager
 def frozen(module: nn.Module) -> Iterator[None]:
     """No gradients for parameters while the block lasts: nothing here asks for them, and they cost memory."""
+    if any(parameter.is_inference() for parameter in module.parameters()):
+        raise PlanError(
+            "the model was loaded under torch.inference_mode, so its weights allow no gradients; load it outside"
+        )
     learning = [parameter for parameter in module.parameters() if parameter.requires_grad]
     for parameter in learning:
         parameter.requires_grad_(False)

@@ -26,8 +26,7 @@ import numpy as np
 from jaxtyping import Float
 
 from headlab.attention import Head, HeadsLike, keep, parse_heads
-from headlab.attention.keep import is_whole
-from headlab.causal.arguments import finite_number
+from headlab.causal.arguments import finite_number, is_integer
 from headlab.errors import PlanError, PromptError, UnsupportedError
 from headlab.prompts import Prompt
 
@@ -289,7 +288,7 @@ def _resolved(label: str, given: Sequence[int] | None, n: int) -> tuple[int, ...
     if not wanted:
         raise PlanError(f"{label}=[] names none; leave it out for all {n}")
     for at in wanted:
-        if not is_whole(at):
+        if not is_integer(at):
             raise PlanError(f"{label} names {at!r:.60}, which is no whole number")
         if not -n <= at < n:
             raise PlanError(f"{label} names {at}, but there are {n}, 0–{n - 1}")

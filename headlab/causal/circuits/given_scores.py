@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from headlab.attention import Head, parse_heads
-from headlab.causal.arguments import finite_number
+from headlab.causal.arguments import is_finite
 from headlab.causal.graph import Edge
 from headlab.errors import PlanError
 
@@ -31,7 +31,7 @@ def scores_of_heads(model: Model, scores: Any) -> dict[str, float]:
         for head in parse_heads(name, model.spec):
             if str(head) in named:
                 raise PlanError(f"head {head} has two scores; give it one")
-            named[str(head)] = finite_number(score, f"the score of {head}")
+            named[str(head)] = _finite(score, f"head {head}")
     return named
 
 
@@ -86,5 +86,13 @@ def scores_of_edges(scores: Any) -> dict[Edge, float]:
         edge = Edge(*given)
         if edge in named:
             raise PlanError(f"edge {edge} has two scores; give it one")
-        named[edge] = finite_number(score, f"the score of {edge}")
+        named[edge] = _finite(score, f"edge {edge}")
     return named
+
+
+def _finite(score: Any, of: str) -> float:
+    if not is_finite(score):
+        raise PlanError(
+            f"the score of {of} is {score!r:.60}; scores must be finite numbers, so leave it out"
+        )
+    return float(score)

@@ -30,6 +30,7 @@ from torch import Tensor
 
 from headlab.attention.heads import Head, HeadsLike
 from headlab.attention.positions import resolve_positions
+from headlab.causal.arguments import seed_number
 from headlab.causal.effects import Effects, effects_of
 from headlab.causal.graph import LOGITS
 from headlab.causal.metrics import BoundMetric, Metric, as_metric
@@ -41,7 +42,6 @@ from headlab.causal.prompt_pairs import pairs as prompt_pairs
 from headlab.errors import PlanError
 from headlab.kernels import AttentionInputs
 from headlab.prompts import lengths_of
-from headlab.statistics import checked_seed
 
 if TYPE_CHECKING:
     from headlab.model import Model
@@ -99,7 +99,7 @@ def path_patch(
         raise PlanError(f"direction={direction!r} must be 'noising' or 'denoising'")
     if tokens_at_once < 1:
         raise PlanError(f"tokens_at_once={tokens_at_once!r} must be a whole number of at least 1")
-    seed = checked_seed(seed)
+    seed = seed_number(seed)
     check_decoder(model)
     both = prompt_pairs(model, clean, corrupted)
     ids = both.clean
