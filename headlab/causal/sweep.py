@@ -47,6 +47,8 @@ _CPU_TOKENS, _GPU_TOKENS = 512, 1 << 16
 _SHARE = 0.25
 #: Variants that begin at different blocks share a forward pass while they fill less than 1/_FEW of one.
 _FEW = 8
+#: Cached tokens that may stand beside each token that runs.
+_CACHED = 6
 #: A cache of the first positions is worth its copying from 1/_WORTH of a prompt on.
 _WORTH = 8
 
@@ -240,18 +242,23 @@ class Sweep:
 
     def _chunks(self, variants: Sequence[_Variant], group: Tensor) -> Iterator[list[_Variant]]:
         """Variants that run side by side: they begin at one position and, unless they are few, at one block."""
-        length = int(self.lengths[group[0]])
-        pending: list[_Variant] = []
+        length, n_blocks = int(self.lengths[group[0]]), len(self.model.blocks.modules)
         for position, begun in groupby(variants, key=lambda variant: variant.position):
             tokens = (length - position) * len(group)
-            for _, same in groupby(begun, key=lambda variant: variant.block):
+            pending: list[_Variant] = []
+            for block, same in groupby(begun, key=lambda variant: variant.block):
+                if not pending:
+                    # Each variant needs a copy of the cache, of the blocks that run.
+                    cached = position * len(group) * (n_blocks - block) / n_blocks
+                    most = min(
+                        self._tokens // tokens, int(_CACHED * self._tokens // max(cached, 1))
+                    )
                 pending += same
-                if len(pending) * tokens * _FEW >= self._tokens:
-                    yield from _evenly(pending, max(1, self._tokens // tokens))
+                if len(pending) * tokens * _FEW >= self._tokens or len(pending) >= most:
+                    yield from _evenly(pending, max(1, most))
                     pending = []
             if pending:
-                yield from _evenly(pending, max(1, self._tokens // tokens))
-                pending = []
+                yield from _evenly(pending, max(1, most))
 
     def _parts(
         self,
@@ -290,7 +297,7 @@ class Sweep:
         ]
         cached: dict[str, Any] = {"use_cache": False}
         if position:
-            cached = self._cached(ids, position, times)
+            cached = self._cached(ids, position, block, times)
         with passed_over(self.model, block, clean.outputs, times, position):
             output = self.model.forward(
                 ids[:, position:].repeat(times, 1),
@@ -319,15 +326,19 @@ class Sweep:
             self._sure = True
         return clean
 
-    def _cached(self, ids: Tensor, position: int, times: int) -> dict[str, Any]:
+    def _cached(self, ids: Tensor, position: int, block: int, times: int) -> dict[str, Any]:
         """Arguments that give the module its keys and values of the first positions, for every row of a chunk."""
         first = ids[:, :position]
         if self._prefix is None or not torch.equal(self._prefix[0], first):
             # Edits in force count positions from the end of the whole prompt.
             output = self.model.forward(first, length=ids.shape[1], last=True, use_cache=True)
             self._prefix = (first, getattr(output, "cache", None) or output.past_key_values)
-        cached = copy.deepcopy(self._prefix[1])
-        cached.batch_select_indices(torch.arange(len(ids), device=ids.device).repeat(times))
+        # A layer's tensors are replaced when it grows, not written to, so copies may share them.
+        cached = copy.copy(self._prefix[1])
+        cached.layers = [copy.copy(layer) for layer in cached.layers]
+        rows = torch.arange(len(ids), device=ids.device).repeat(times)
+        for layer in cached.layers[block:]:  # blocks before are passed over
+            layer.batch_select_indices(rows)
         return {_cache_argument(self.model): cached, "use_cache": True}
 
     def _logits(self, output: Any) -> Tensor:
