@@ -82,6 +82,8 @@ def test_patch_writes_numbers_and_a_page_and_resumes(
     done = run("patch", tiny_folder, "--data", file, "--out", out)
     assert done.code == 0, done.err
     assert done.out.splitlines()[-1] == str((out / "patching.html").resolve())
+    # One effect alone could pass with 8 prompts; 12 at once cannot.
+    assert "With 8 prompts none of 12 effects can pass correction by itself" in done.out
     effects = Effects.load(out / "patching.json")
     assert effects.values.shape == (12, 8)
     page = (out / "patching.html").read_text("utf-8")
