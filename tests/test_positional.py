@@ -19,12 +19,12 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import headlab as hl
 from headlab import planted
-from headlab.attention import keep
+from headlab.attention import contributions, keep, rope_pairs
 from headlab.roles import prose_behaviours
 from headlab.roles.base import ROLES, Probing
 from headlab.roles.positional import Positional, _slope, fit_profile, overlaps
 from headlab.roles.prose_rows import AWAKE, TEXT_SCHEMA, prose_rows, text_ids
-from headlab.roles.rope import contributions, rank_correlation, rope_pairs, variance_shares
+from headlab.roles.rope import rank_correlation, variance_shares
 from headlab.tasks import RecordError
 
 ON_TEXT = ("positional", "local", "long_range")

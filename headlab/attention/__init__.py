@@ -5,6 +5,7 @@ from headlab.attention.ablations import ablate
 from headlab.attention.edits import Edit, Where, add, apply, patch, replace, scale
 from headlab.attention.heads import Head, HeadsLike, parse_heads
 from headlab.attention.keep import Keep
+from headlab.attention.rope import RopePairs, contributions, frequencies, rope_pairs
 from headlab.attention.trace import Trace
 
 __all__ = [
@@ -12,14 +13,18 @@ __all__ = [
     "Head",
     "HeadsLike",
     "Keep",
+    "RopePairs",
     "Trace",
     "Where",
     "ablate",
     "add",
     "apply",
+    "contributions",
+    "frequencies",
     "keep",
     "parse_heads",
     "patch",
     "replace",
+    "rope_pairs",
     "scale",
 ]

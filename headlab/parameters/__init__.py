@@ -1,0 +1,1 @@
+"""What heads do, read from their weights."""
