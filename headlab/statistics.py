@@ -1,4 +1,4 @@
-"""Intervals and p-values over prompts: bootstrap and sign flips.
+"""Intervals and p-values over prompts: bootstrap, sign flips, and correction for how many were tried.
 
 The prompt is the unit: tokens of one prompt are not independent.
 """
@@ -56,3 +56,22 @@ def sign_flip_p(
     # The unflipped signs are among the exact flips; drawn ones leave them out, so they are added.
     p = at_least / flips if exact else (at_least + 1) / (flips + 1)
     return np.where(known.any(0), p, np.nan)
+
+
+def corrected(p: Float[np.ndarray, "*any"]) -> Float[np.ndarray, "*any"]:
+    """p-values corrected by Benjamini and Hochberg; NaN stays NaN and does not count."""
+    from scipy.stats import false_discovery_control
+
+    q = np.full(p.shape, np.nan)
+    known = ~np.isnan(p)
+    if known.any():
+        q[known] = false_discovery_control(p[known])
+    return q
+
+
+def p_among(
+    values: Float[np.ndarray, "*any"], null: Float[np.ndarray, " draw"]
+) -> Float[np.ndarray, "*any"]:
+    """One-sided p-value of each value against draws of its null, ``(1 + #{draw ≥ value}) / (1 + draws)``; NaN stays."""
+    at_least = len(null) - np.searchsorted(np.sort(null), values, side="left")
+    return np.where(np.isnan(values), np.nan, (1 + at_least) / (1 + len(null)))

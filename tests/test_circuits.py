@@ -62,6 +62,20 @@ def test_augmented_qk_gives_the_scores_of_a_forward_pass(family: str) -> None:
         assert scores.std() > 0.01
 
 
+@pytest.mark.parametrize("family", READABLE)
+def test_queries_and_keys_have_the_sizes_the_seam_sees(family: str) -> None:
+    model = lab(family)
+    found = circuits(model, dtype=torch.float64)
+    trace = traced(model, "q", "k", "resid_pre")
+    for layer, facts in enumerate(model.spec.layers):
+        q, k = (trace.tensor(name, layer)[0].double() for name in "qk")
+        k = k.repeat_interleave(facts.n_heads // facts.n_kv_heads, 1)
+        ours_q, ours_k = found.queries_and_keys(layer, trace.tensor("resid_pre", layer)[0].double())
+        for i, j in ((2, 1), (2, 2), (2, 0)):  # Llama 4's temperature sets in at position 3
+            ours = (found.turned(layer, ours_q[i], i - j) * ours_k[j]).sum(-1)
+            assert_close(ours, (q[i] * k[j]).sum(-1))
+
+
 def sizes(found: Any, layer: int, u: Tensor, side: str) -> Tensor:
     omega = found.augmented_qk(layer, 0)
     matrix = omega.left if side == "left" else omega.right.mT

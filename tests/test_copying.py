@@ -6,12 +6,14 @@ from functools import cache
 
 import numpy as np
 import pytest
+import torch
 from real_model import planted_llama, planted_model
 from tiny_models import build, tiny_tokenizer
 
 import headlab as hl
 from headlab import planted
-from headlab.roles.copying import ov_eigenvalue_copying
+from headlab.errors import PlanError, UnsupportedError
+from headlab.parameters import copying, eigenvalue_copying
 
 
 @cache
@@ -29,7 +31,7 @@ def direct_ratio(matrix: np.ndarray) -> float:
 @pytest.mark.parametrize("embedding", ["raw", "unit"])
 def test_eigenvalues_equal_those_of_the_whole_token_by_token_matrix(embedding, centre, fold):
     module = build("llama")
-    found = ov_eigenvalue_copying(tiny("llama"), embedding, fold, centre)
+    found = eigenvalue_copying(tiny("llama"), embedding, fold, centre)
     e = module.model.embed_tokens.weight.detach().double().numpy()
     u = module.lm_head.weight.detach().double().numpy()
     if embedding == "unit":
@@ -50,7 +52,7 @@ def test_eigenvalues_equal_those_of_the_whole_token_by_token_matrix(embedding, c
 
 def test_a_layernorms_centring_is_folded_too():
     module = build("gpt2")
-    found = ov_eigenvalue_copying(tiny("gpt2"))
+    found = eigenvalue_copying(tiny("gpt2"))
     e = module.transformer.wte.weight.detach().double().numpy()
     gain = module.transformer.ln_f.weight.detach().double().numpy()
     centring = np.eye(36) - 1 / 36
@@ -64,10 +66,44 @@ def test_a_layernorms_centring_is_folded_too():
 
 
 def test_the_planted_induction_head_copies_by_its_weights_until_they_are_scrambled():
-    assert ov_eigenvalue_copying(planted_model())[2, 1] > 0.99
+    assert eigenvalue_copying(planted_model())[2, 1] > 0.99
     broken = planted.scramble(planted_llama(), "L2H1", part="ov")
     model = hl.load(broken.module, tokenizer=broken.tokenizer)
-    assert abs(ov_eigenvalue_copying(model)[2, 1]) < 0.5
+    assert abs(eigenvalue_copying(model)[2, 1]) < 0.5
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_only_the_planted_head_copies_more_than_rotated_heads_do(family):
+    table = copying(hl.load(planted.model(family=family, seed=3)), n_null=2000)
+    best = table.loc[table["score"].idxmax()]
+    assert (best["layer"], best["head"]) == (2, 1)
+    assert best["kind"] == "copies"
+    assert best["p_value"] <= 2 / 2001
+    assert set(table["kind"]) == {"copies", ""}
+    assert (table["kind"] == "copies").sum() == 1
+
+
+def test_a_head_of_the_opposite_sign_anti_copies():
+    made = planted.model()
+    with torch.no_grad():
+        made.module.model.layers[2].self_attn.o_proj.weight[:, 64:128].neg_()
+    table = copying(hl.load(made), n_null=2000)
+    row = table.query("layer == 2 and head == 1")
+    assert row["kind"].item() == "anti-copies"
+    assert row["score"].item() < -0.99
+    assert row["p_value"].item() <= 2 / 2001
+
+
+def test_the_null_is_drawn_by_seed_and_wrong_arguments_are_refused():
+    first, again = (copying(tiny("llama"), n_null=20, seed=4) for _ in range(2))
+    assert first.equals(again)
+    assert first["null_mean"][0] != copying(tiny("llama"), n_null=20, seed=5)["null_mean"][0]
+    with pytest.raises(PlanError, match="n_null"):
+        copying(tiny("llama"), n_null=0)
+    with pytest.raises(PlanError, match="'raw' or 'unit'"):
+        copying(tiny("llama"), embedding="bare")
+    with pytest.raises(UnsupportedError, match="no head of"):
+        copying(tiny("deepseek_v3"))
 
 
 def test_a_family_whose_values_cannot_be_read_has_no_eigenvalues_but_is_scored():

@@ -72,12 +72,13 @@ def rope_pairs(model: Model) -> dict[int, RopePairs]:
     found: dict[int, RopePairs] = {}
     for layer, about in enumerate(model.spec.layers):
         k = trace.tensor("k", layer)[0].double().cpu().numpy()
-        if _spread(k) < _TOLERANCE:
-            continue  # a layer without positions
         fits = [(_spread(_unturned(k, pairs)), pairs) for pairs in _layouts(about.d_head, known)]
         best = min(fits, key=lambda fit: fit[0], default=None)
-        if best is not None and best[0] < _TOLERANCE:
+        # Keys of which slow pairs are nearly all turn little, and keys without positions would be turned apart.
+        if best is not None and best[0] < min(_TOLERANCE, _spread(k) / 2):
             found[layer] = best[1]
+        elif _spread(k) < _TOLERANCE:
+            continue  # a layer without positions
         elif (near := _alike(model, found, about.d_head)) is not None:
             # Under a sink logit later layers see more of the token as it is repeated more often.
             found[layer] = near

@@ -19,10 +19,8 @@ positions are part of x, and a relative bias is added to the scores.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Literal
+from dataclasses import replace
 
-import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
@@ -33,10 +31,8 @@ from headlab.errors import HeadError, PlanError, UnsupportedError
 from headlab.model import Model
 from headlab.models.stream_norm import FrozenNorm, frozen
 from headlab.parameters.factored import FactoredMatrix
-from headlab.parameters.qk_norms import HeadNorm, head_norm
-
-#: A distance between query and key, distances to average over, or ``"mean"``: all that the layer can see.
-Distance = int | Sequence[int] | Literal["mean"] | None
+from headlab.parameters.qk_norms import HeadNorm, head_norm, normed_heads
+from headlab.parameters.rotation import Distance, Rotation
 
 #: The least cosine between a query as weights give it and as the seam sees it.
 _COSINE = 1 - 1e-3
@@ -59,9 +55,8 @@ class Circuits:
         self.dtype = dtype
         self.fold = fold
         self._norms = input_norms(model)
-        self._pairs = rope_pairs(model)
-        self._scaled: dict[int, Float[Tensor, " d_head"]] = {}
-        self._turning: set[int] = set()
+        #: How layers rotate; None where one does in a way that cannot be made out.
+        self._rotations: dict[int, Rotation | None] = {}
         self._faults: dict[int, str] = {}
         self._look()
 
@@ -141,10 +136,57 @@ class Circuits:
         self._check(layer)
         return frozen(self._norms[layer], x, f"the norm before layer {layer}")
 
+    @torch.no_grad()
+    def queries_and_keys(
+        self, layer: int, x: Float[Tensor, "*row d_model"]
+    ) -> tuple[Float[Tensor, "*row n_heads d_head"], Float[Tensor, "*row n_heads d_head"]]:
+        """q and k that streams x give, sizes included, before rotation, both per query head.
+
+        Raises:
+            HeadError: There is no such layer.
+            UnsupportedError: The weights cannot be read.
+        """
+        fold, self.fold = self.fold, True
+        try:
+            maps = self._maps(layer, qk_norm=False)
+        finally:
+            self.fold = fold
+        u = self.reads(layer, x)
+        u = torch.cat([u, torch.ones_like(u[..., :1])], -1)
+        made = []
+        for full, norm in zip(maps, self.model.weights.qk_norm(layer), strict=True):
+            heads = torch.einsum("...m,hmd->...hd", u, full)
+            made.append(heads if norm is None else normed_heads(norm, heads))
+        return self._expand(layer, made[0], -2), self._expand(layer, made[1], -2)
+
+    def turned(
+        self, layer: int, q: Float[Tensor, "*any d_head"], distance: Distance
+    ) -> Float[Tensor, "*any d_head"]:
+        """Queries turned by a distance, so that their products with unrotated keys are those at that distance.
+
+        Raises:
+            HeadError: There is no such layer.
+            PlanError: The layer rotates, and the distance is none.
+            UnsupportedError: How the layer rotates cannot be made out.
+        """
+        if not self.rotates(layer):
+            return q
+        rotation = self._rotations[layer]
+        if rotation is None:
+            raise UnsupportedError(
+                f"how layer {layer} of {self.model.name} rotates its queries and keys cannot be made out"
+            )
+        if distance is None:
+            raise PlanError(
+                f"layer {layer} of {self.model.name} turns queries and keys by position, so its W_QK has no meaning "
+                "without a distance: give distance=0, another number of tokens, several, or 'mean'"
+            )
+        return rotation.turn(q, distance)
+
     def rotates(self, layer: int) -> bool:
         """Whether the layer turns q and k by position (RoPE)."""
         self._check(layer)
-        return layer in self._turning
+        return layer in self._rotations
 
     def qk_normed(self, layer: int) -> bool:
         """Whether a norm sits between the layer's projections and the seam, so that sizes of scores are not Ω's."""
@@ -171,22 +213,15 @@ class Circuits:
         query, key = self._maps(layer)
         if layer in self._faults:
             raise UnsupportedError(self._faults[layer])
-        cos, sin = self._rotation(layer, distance)
-        if layer in self._turning:
-            pairs = self._pairs[layer]
-            a, b = (torch.from_numpy(at).to(query.device) for at in (pairs.first, pairs.second))
-            turned = query.clone()
-            turned[..., a] = query[..., a] * cos - query[..., b] * sin
-            turned[..., b] = query[..., b] * cos + query[..., a] * sin
-            query = turned * self._scaled[layer].to(turned) ** 2
-        return query, key
+        return self.turned(layer, query, distance), self._expand(layer, key)
 
     def _maps(
-        self, layer: int
-    ) -> tuple[Float[Tensor, "n_heads d_in d_head"], Float[Tensor, "n_heads d_in d_head"]]:
-        """Maps from [u, 1] to q and k before any rotation, gains of all norms folded in."""
+        self, layer: int, qk_norm: bool = True
+    ) -> tuple[Float[Tensor, "n_heads d_in d_head"], Float[Tensor, "n_kv_heads d_in d_head"]]:
+        """Maps from [u, 1] to q and k before any rotation, the gain of a norm on q and k folded in or not."""
+        self._check(layer)
         weights, facts = self.model.weights, self.model.spec.layers[layer]
-        norms = weights.qk_norm(layer) if self.fold else (None, None)
+        norms = weights.qk_norm(layer) if self.fold and qk_norm else (None, None)
         made = []
         for matrix, bias, norm, n in (
             (weights.W_Q(layer), weights.b_Q(layer), norms[0], facts.n_heads),
@@ -201,7 +236,7 @@ class Circuits:
             )
             if norm is not None:
                 full = self._head_norm(layer, norm, n).fold(full)
-            made.append(self._expand(layer, full))
+            made.append(full)
         return made[0], made[1]
 
     def _head_norm(self, layer: int, norm: nn.Module, n: int) -> HeadNorm:
@@ -241,39 +276,10 @@ class Circuits:
         like[0, 0] = 2.0  # a LayerNorm has no scale at equal entries
         return self.input_norm(layer, like)
 
-    def _expand(self, layer: int, groups: Tensor) -> Tensor:
-        """Per query head what is per key/value head, [heads, ...]; views where there is one group per head."""
-        times = self.model.spec.layers[layer].n_heads // groups.shape[0]
-        return groups if times == 1 else groups.repeat_interleave(times, 0)
-
-    def _rotation(
-        self, layer: int, distance: Distance
-    ) -> tuple[Float[Tensor, " pair"], Float[Tensor, " pair"]]:
-        """Cosine and sine of each pair's angle, averaged over distances."""
-        facts = self.model.spec.layers[layer]
-        if layer not in self._turning:
-            return torch.ones(0), torch.zeros(0)
-        if layer not in self._pairs:
-            raise UnsupportedError(
-                f"how layer {layer} of {self.model.name} rotates its queries and keys cannot be made out"
-            )
-        if distance is None:
-            raise PlanError(
-                f"layer {layer} of {self.model.name} turns queries and keys by position, so its W_QK has no meaning "
-                "without a distance: give distance=0, another number of tokens, several, or 'mean'"
-            )
-        if isinstance(distance, str) and distance != "mean":
-            raise PlanError(f"distance={distance!r} must be a number of tokens, several, or 'mean'")
-        lengths = [n for n in (facts.window, self.model.spec.max_context) if n is not None]
-        given = range(min(lengths, default=1)) if distance == "mean" else distance
-        at = np.atleast_1d(np.asarray(given))
-        if at.size == 0 or at.dtype.kind not in "iu" or at.ndim != 1:
-            raise PlanError(f"distance={distance!r} must be a number of tokens, several, or 'mean'")
-        angle = at[:, None] * self._pairs[layer].frequency
-        like = torch.ones(0, dtype=self.dtype, device=self.model.device)
-        return torch.from_numpy(np.cos(angle).mean(0)).to(like), torch.from_numpy(
-            np.sin(angle).mean(0)
-        ).to(like)
+    def _expand(self, layer: int, groups: Tensor, dim: int = 0) -> Tensor:
+        """Per query head what is per key/value head."""
+        times = self.model.spec.layers[layer].n_heads // groups.shape[dim]
+        return groups if times == 1 else groups.repeat_interleave(times, dim)
 
     @property
     def _decoder_only(self) -> bool:
@@ -302,11 +308,14 @@ class Circuits:
         trace = self.model.trace(
             ids, keep=plan, logits="none", decoder=ids if encoder_decoder else None
         )
+        pairs = rope_pairs(self.model)
         for layer, facts in enumerate(spec.layers):
             k = trace.tensor("k", layer)[0].to(self.dtype)
-            if spec.positions == "rope" and (layer in self._pairs or not _still(k)):
-                self._turning.add(layer)
-                self._scaled[layer] = torch.ones_like(k[0, 0])
+            if layer in pairs:
+                reach = min((n for n in (facts.window, spec.max_context) if n), default=length)
+                self._rotations[layer] = Rotation(pairs[layer], torch.ones_like(k[0, 0]), reach)
+            elif spec.positions == "rope" and not _still(k):
+                self._rotations[layer] = None
             if not self._decoder_only or facts.stack == "cross":
                 continue
             x = trace.tensor("resid_pre", layer)[0, :1].to(self.dtype)
@@ -319,35 +328,20 @@ class Circuits:
         q: Float[Tensor, "n_heads d_head"],
         k: Float[Tensor, "n_kv_heads d_head"],
     ) -> None:
-        """Compare q and k of a first position with what the maps make of its stream."""
-        fold, self.fold = self.fold, True
+        """Compare q and k of a first position with what weights make of its stream."""
         try:
-            maps = self._maps(layer)
-            u = torch.cat([self.reads(layer, x), torch.ones_like(x[:, :1])], 1)
+            ours_q, ours_k = (part[0] for part in self.queries_and_keys(layer, x))
         except UnsupportedError:
             return  # whoever asks for this layer's matrices is told
-        finally:
-            self.fold = fold
-        ours_q, ours_k = ((u @ part)[:, 0] for part in maps)
         k = self._expand(layer, k)
-        if layer in self._pairs:
-            # YaRN lengthens what it rotates. The size of all dimensions together counts only without a norm on q and k.
-            rotated = torch.zeros_like(k[0], dtype=torch.bool)
-            rotated[torch.from_numpy(self._pairs[layer].first).to(k.device)] = True
-            rotated[torch.from_numpy(self._pairs[layer].second).to(k.device)] = True
-            factor = _ratio(k[:, rotated], ours_k[:, rotated])
-            if self.qk_normed(layer):
-                factor = (
-                    factor / _ratio(k[:, ~rotated], ours_k[:, ~rotated])
-                    if bool((~rotated).any())
-                    else 1.0
-                )
-            if abs(factor - 1) > _SIZE:
-                self._scaled[layer] = torch.where(rotated, factor, 1.0).to(k)
-            ours_q, ours_k = ours_q * self._scaled[layer], ours_k * self._scaled[layer]
+        if (rotation := self._rotations.get(layer)) is not None:
+            factor = _ratio(k[:, rotation.rotated], ours_k[:, rotation.rotated])
+            if abs(factor - 1) > _SIZE:  # YaRN
+                scaled = torch.where(rotation.rotated, factor, 1.0).to(k)
+                self._rotations[layer] = replace(rotation, factor=scaled)
+                ours_q, ours_k = ours_q * scaled, ours_k * scaled
         for name, ours, seen in (("queries", ours_q, q), ("keys", ours_k, k)):
-            alike = torch.cosine_similarity(ours, seen, dim=-1).min() >= _COSINE
-            if not bool(alike):
+            if bool(torch.cosine_similarity(ours, seen, dim=-1).min() < _COSINE):
                 self._faults[layer] = (
                     f"{name} of layer {layer} of {self.model.name} are not what its projections and norms make of the "
                     "stream, so its QK circuit cannot be read from them"

@@ -49,23 +49,27 @@ def head_norm(norm: nn.Module, n: int, width: int, dtype: torch.dtype, where: st
     """
     module = deepcopy(norm).to(dtype)
     like = next(iter(module.parameters()), torch.zeros(()))
+
+    def one(heads: Tensor) -> Tensor:
+        return _applied(module, heads[None])[0]
+
     zero = torch.zeros(n, width, dtype=dtype, device=like.device)
     probe = torch.ones_like(zero)
     probe[:, 1::2] = -1
     if width % 2:  # so that each head sums to 0
         probe[:, -1], probe[:, -2], probe[:, -3] = 1, -2, 1
-    if bool(_applied(module, zero).abs().max() > 0):
+    if bool(one(zero).abs().max() > 0):
         raise UnsupportedError(
             f"the norm of q and k of {where} adds a bias, which no matrix holds once its scale is left out"
         )
-    gain = _applied(module, probe) / probe
-    out = _applied(module, torch.ones_like(zero))
+    gain = one(probe) / probe
+    out = one(torch.ones_like(zero))
     centred = bool(out.norm() < 1e-3 * gain.norm())
     found = HeadNorm(gain, centred)
     trial = (
         torch.linspace(-1, 2, n * width, dtype=dtype, device=like.device).sin().reshape(n, width)
     )
-    ours, theirs = found.fold(trial[:, None])[:, 0], _applied(module, trial)
+    ours, theirs = found.fold(trial[:, None])[:, 0], one(trial)
     if bool((torch.cosine_similarity(ours, theirs, dim=-1) < 1 - 1e-4).any()):
         raise UnsupportedError(
             f"the norm of q and k of {where}, a {type(norm).__name__}, is no LayerNorm or RMSNorm of heads"
@@ -73,16 +77,25 @@ def head_norm(norm: nn.Module, n: int, width: int, dtype: torch.dtype, where: st
     return found
 
 
-def _applied(norm: nn.Module, heads: Float[Tensor, "head d_head"]) -> Float[Tensor, "head d_head"]:
-    """The norm of one token's heads, in the shape the family's attention hands them to it."""
+def normed_heads(
+    norm: nn.Module, heads: Float[Tensor, "*token head d_head"]
+) -> Float[Tensor, "*token head d_head"]:
+    """The norm itself, scale included, of tokens' heads in the shape the family's attention hands them to it."""
+    module = deepcopy(norm).to(heads.dtype)
+    return _applied(module, heads.reshape(-1, *heads.shape[-2:])).reshape(heads.shape)
+
+
+def _applied(
+    norm: nn.Module, heads: Float[Tensor, "token head d_head"]
+) -> Float[Tensor, "token head d_head"]:
     weight = getattr(norm, "weight", None)
     if hasattr(norm, "norms"):  # StableLM: one norm per head, heads before positions
-        out = norm(heads[None, :, None])[0, :, 0]
+        out: Tensor = norm(heads.transpose(0, 1)[None])[0].transpose(0, 1)
     elif isinstance(weight, Tensor) and weight.dim() == 1 and weight.numel() > heads.shape[-1]:
-        out = norm(heads.reshape(1, 1, -1)).reshape(heads.shape)  # OLMo 2: all heads at once
+        out = norm(heads.flatten(1)[None]).reshape(heads.shape)  # OLMo 2: all heads at once
     else:
-        out = norm(heads[None, None])[0, 0]
-    return out if isinstance(out, Tensor) else heads
+        out = norm(heads[None])[0]
+    return out
 
 
-__all__ = ["HeadNorm", "head_norm"]
+__all__ = ["HeadNorm", "head_norm", "normed_heads"]

@@ -11,16 +11,16 @@ final norm is applied to the head's output alone, which only scales each row. Ol
 The null is in closed form: the mean over all other tokens of the sample in place of the attended one. A record of
 the user's gives the sample; tokens that come again in it are left out.
 
-The detail ``ov_eigenvalue_copying`` reads the same off the weights (Elhage et al. 2021; :func:`ov_eigenvalue_copying`):
-1 where every direction of tokens raises itself, −1 where it lowers itself.
+The detail ``ov_eigenvalue_copying`` reads the same off the weights (Elhage et al. 2021; see
+:func:`headlab.parameters.eigenvalue_copying`): 1 where every direction of tokens raises itself, −1 where it lowers
+itself.
 """
 
 from __future__ import annotations
 
 import warnings
-from copy import deepcopy
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,6 +29,8 @@ from torch import Tensor
 
 from headlab.attention import keep
 from headlab.errors import UnsupportedError
+from headlab.parameters import eigenvalue_copying
+from headlab.parameters.copying import Embedding
 from headlab.roles.base import Arrays, Detail, Look, Measurement, Probing, Role, RoleError, register
 from headlab.roles.repeats import SECOND_COPY
 from headlab.roles.scores import RoleInfo
@@ -37,9 +39,6 @@ from headlab.tasks import TOKENS_SCHEMA, RecordError, given_tokens, plain_tokens
 #: Tokens of a sample.
 N = 25
 _LEAST = 8
-_TOKENS = 8192
-
-Embedding = Literal["raw", "unit"]
 
 
 class Copying(Role):
@@ -111,7 +110,7 @@ class Copying(Role):
 
         def compute() -> Arrays:
             return {
-                "values": ov_eigenvalue_copying(
+                "values": eigenvalue_copying(
                     probing.model, self.embedding, self.fold_norm, self.centre
                 )
             }
@@ -197,57 +196,6 @@ def normed(result: Float[Tensor, "*row d_model"], norm: Any) -> Float[Tensor, "*
     length = result.norm(dim=-1, keepdim=True).clamp(min=1e-30)
     scaled: Tensor = norm(result * 1e3 / length) - norm(torch.zeros_like(result[..., :1, :]))
     return scaled
-
-
-@torch.no_grad()
-def ov_eigenvalue_copying(
-    model: Any, embedding: Embedding = "raw", fold_norm: bool = True, centre: bool = False
-) -> Float[np.ndarray, "layer head"]:
-    """Σ Re λ / Σ |λ| over the eigenvalues of each head's W_E·W_V·W_O·W_U, in float64.
-
-    The matrix is n_vocab × n_vocab, but its eigenvalues other than 0 are those of W_O·(W_U·W_E)·W_V, which is
-    d_value × d_value. Biases, the norm before the layer and the MLPs between are left out. NaN where weights cannot
-    be read. Options: see :class:`Copying`.
-    """
-    spec, weights = model.spec, model.weights
-    found = np.full((spec.n_layers, spec.n_heads), np.nan)
-    try:
-        circuit = _token_circuit(weights.W_E, weights.W_U, embedding, centre)
-    except UnsupportedError:
-        return found
-    if fold_norm and weights.final_norm is not None:
-        # Unit vectors come out as rows of the norm's linear part, weight and centring, up to one factor.
-        units = torch.eye(spec.d_model).to(circuit)
-        circuit = normed(units, deepcopy(weights.final_norm).double()) @ circuit
-    for layer, facts in enumerate(spec.layers):
-        try:
-            w_v, w_o = weights.W_V(layer).to(circuit), weights.W_O(layer).to(circuit)
-        except UnsupportedError:
-            continue
-        w_v = w_v.repeat_interleave(facts.n_heads // facts.n_kv_heads, 0)
-        eigenvalues = torch.linalg.eigvals(w_o @ circuit @ w_v)
-        total = eigenvalues.abs().sum(-1)
-        share = eigenvalues.real.sum(-1) / total.clamp(min=1e-300)
-        found[layer, : facts.n_heads] = torch.where(total > 0, share, torch.nan).cpu().numpy()
-    return found
-
-
-def _token_circuit(
-    w_e: Float[Tensor, "n_vocab d_model"],
-    w_u: Float[Tensor, "d_model n_vocab"],
-    embedding: Embedding,
-    centre: bool,
-) -> Float[Tensor, "d_model d_model"]:
-    """W_U·W_E in float64, some tokens at a time: large vocabularies would not fit in it whole."""
-    n = min(len(w_e), w_u.shape[1])  # either may be padded
-    mean = w_u[:, :n].double().mean(1, keepdim=True) if centre else 0.0
-    circuit = torch.zeros(len(w_u), len(w_u), dtype=torch.float64, device=w_e.device)
-    for at in range(0, n, _TOKENS):
-        rows = w_e[at : min(at + _TOKENS, n)].double()
-        if embedding == "unit":
-            rows = rows / rows.norm(dim=-1, keepdim=True).clamp(min=1e-30)
-        circuit += (w_u[:, at : at + len(rows)].to(rows) - mean) @ rows
-    return circuit
 
 
 register(Copying())
