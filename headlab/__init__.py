@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from headlab import errors
 
 if TYPE_CHECKING:
-    from headlab import causal, planted, plots, roles, tasks
+    from headlab import causal, parameters, planted, plots, roles, tasks
     from headlab.attention import (
         Edit,
         Head,
@@ -31,7 +31,8 @@ if TYPE_CHECKING:
     )
     from headlab.causal import metrics
     from headlab.model import Generation, Model, load
-    from headlab.report import Report, report
+    from headlab.report import HeadCard, Report, report
+    from headlab.report.head_card import head_card
     from headlab.roles import Scores, score
 
 __version__ = "0.1.0"
@@ -41,6 +42,7 @@ _HOMES = {
     "Edit": "headlab.attention",
     "Generation": "headlab.model",
     "Head": "headlab.attention",
+    "HeadCard": "headlab.report",
     "Model": "headlab.model",
     "Report": "headlab.report",
     "Scores": "headlab.roles",
@@ -49,11 +51,13 @@ _HOMES = {
     "add": "headlab.attention",
     "apply": "headlab.attention",
     "causal": "",
+    "head_card": "headlab.report",
     "keep": "headlab.attention",
     "load": "headlab.model",
     "metrics": "headlab.causal",
     "parse_heads": "headlab.attention",
     "patch": "headlab.attention",
+    "parameters": "",
     "planted": "",
     "plots": "",
     "replace": "headlab.attention",

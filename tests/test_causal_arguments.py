@@ -13,8 +13,8 @@ from tiny_models import build
 from transformers import AutoModel
 
 import headlab as hl
+from headlab.arguments import finite_number, is_finite, seed_number, whole_number
 from headlab.causal import metrics
-from headlab.causal.arguments import finite_number, is_finite, seed_number, whole_number
 from headlab.causal.attribution.atp import atp, atp_star
 from headlab.causal.attribution.direct import direct_logit_attribution
 from headlab.causal.attribution.eap import Edges, eap, eap_ig

@@ -13,7 +13,7 @@ import pytest
 
 import headlab as hl
 from headlab.causal import Circuit, Effects
-from headlab.report.causal_page import PageTable, causal_page
+from headlab.report.figures_page import PageTable, figures_page
 
 CLEAN, CORRUPTED = "w10 w11 w12 w13 w14 w15", "w10 w11 w20 w13 w14 w15"
 ANSWERS = ("--answer", "w30", "--foil", "w31")
@@ -226,6 +226,6 @@ def test_a_page_lets_nothing_out_of_its_data():
     evil = "</script><script>alert(1)</script>"
     figure = go.Figure(go.Scatter(x=[1], y=[2], text=[evil]))
     table = PageTable.of(pd.DataFrame({"name": [evil], "value": [0.5]}), evil)
-    page = causal_page(evil, [evil], [figure], [table], [evil])
+    page = figures_page(evil, [evil], [figure], [table], [evil])
     assert "<script>alert" not in page
     assert page.count("<script>") == 2

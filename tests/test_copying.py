@@ -102,7 +102,7 @@ def test_the_null_is_drawn_by_seed_and_wrong_arguments_are_refused():
         copying(tiny("llama"), n_null=0)
     with pytest.raises(PlanError, match="'raw' or 'unit'"):
         copying(tiny("llama"), embedding="bare")
-    with pytest.raises(UnsupportedError, match="no head of"):
+    with pytest.raises(UnsupportedError, match="multi-head latent attention"):
         copying(tiny("deepseek_v3"))
 
 

@@ -134,3 +134,43 @@ def test_figures_are_returned_and_nothing_global_changes(scores, monkeypatch):
 def test_plotly_is_imported_by_plots_alone():
     code = "import sys, headlab.report; assert 'plotly' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.fixture(scope="module")
+def mapped():
+    from relation_models import implementing, token_map, words
+
+    from headlab.parameters import maps
+
+    first, second = words(name="<b>first</b>"), words(seed=5, name="second")
+    return maps(implementing("llama", {(1, 2): token_map(first)}), [first, second])
+
+
+def test_operation_map_holds_every_score_of_the_heads_it_shows_and_frames_the_claimed(mapped):
+    figure = plots.operation_map(mapped)
+    heat = figure.data[0]
+    heads = list(figure.layout.xaxis.ticktext)
+    assert heads == [f"L{layer}H{head}" for layer in range(2) for head in range(6)]
+    table = mapped.matrix()
+    for at, name in enumerate(table.columns):
+        for across, head in enumerate(heads):
+            assert heat.z[at][across] == pytest.approx(table.loc[head, name])
+    (frame,) = figure.layout.shapes
+    assert (frame.x0 + frame.x1) / 2 == heads.index("L1H2")
+    assert (frame.y0 + frame.y1) / 2 == 0
+    assert "claimed" in heat.text[0][heads.index("L1H2")]
+    assert all("<b>first" not in name for name in figure.layout.yaxis.ticktext)
+
+
+def test_operation_map_shows_the_heads_with_the_largest_effects(mapped):
+    figure = plots.operation_map(mapped, top=1)
+    assert list(figure.layout.xaxis.ticktext) == ["L1H2"]
+    lowered = plots.operation_map(mapped, "suppresses")
+    assert not lowered.layout.shapes
+
+
+def test_operation_map_refuses_what_it_cannot_draw(mapped):
+    with pytest.raises(PlanError, match="direction"):
+        plots.operation_map(mapped, "sideways")
+    with pytest.raises(PlanError, match="top=0"):
+        plots.operation_map(mapped, top=0)

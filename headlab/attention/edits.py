@@ -49,6 +49,8 @@ class Where:
         prompts: Which of ``n_prompts`` prompts each row of the batch runs, [batch]; None where row i runs prompt i.
         n_prompts: Prompts that values given per prompt are of.
         first_key: At scores and pattern, the place of the first key: above 0 where a sliding cache has dropped some.
+        lengths: Tokens of each row's prompt, [batch]: positions from there on are padding, or generated. None where the
+            module was run without headlab.
     """
 
     layer: int
@@ -57,6 +59,7 @@ class Where:
     prompts: Tensor | None = None
     n_prompts: int | None = None
     first_key: int = 0
+    lengths: Tensor | None = None
 
     def rows_of(self, value: Tensor) -> Tensor:
         """A value given per prompt, as one row per row of the batch; other values as they are."""
@@ -145,7 +148,7 @@ class BoundEdit:
         lengths: Tensor | None,
         first_key: int = 0,
     ) -> Tensor:
-        where = Where(layer, self.heads[layer], positions, first_key=first_key)
+        where = Where(layer, self.heads[layer], positions, first_key=first_key, lengths=lengths)
         if self.batch is None:
             return edit(x, where, lengths)
         start, stop = self.batch.start, self.batch.start + len(self.batch.prompts)
@@ -154,8 +157,9 @@ class BoundEdit:
             positions=positions[start:stop],
             prompts=self.batch.prompts,
             n_prompts=self.batch.n_prompts,
+            lengths=None if lengths is None else lengths[start:stop],
         )
-        new = edit(x[start:stop], where, None if lengths is None else lengths[start:stop])
+        new = edit(x[start:stop], where, where.lengths)
         return torch.cat([x[:start], new, x[stop:]]) if len(new) < len(x) else new
 
     def _on_vectors(self, x: Tensor, where: Where, lengths: Tensor | None) -> Tensor:

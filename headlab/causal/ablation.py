@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 import torch
 from torch import Tensor
 
+from headlab.arguments import seed_number
 from headlab.attention import Head, HeadsLike, Trace, ablate, keep, parse_heads
 from headlab.attention.ablations import Kind
 from headlab.attention.edits import ROW_SITES, Site, as_positions
 from headlab.attention.keep import STREAM
 from headlab.attention.positions import resolve_positions
-from headlab.causal.arguments import seed_number
 from headlab.causal.effects import Effects, effects_of
 from headlab.causal.metrics import Metric
 from headlab.causal.sweep import Sweep

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from jaxtyping import Float
 
+from headlab.arguments import is_integer, seed_number, whole_number
 from headlab.attention.heads import Head
-from headlab.causal.arguments import is_integer, seed_number, whole_number
 from headlab.errors import HeadError, OutputError, PlanError
 from headlab.shards import write_text
 from headlab.statistics import bootstrap_interval, sign_flip_p

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from torch import Tensor
 
+from headlab.arguments import seed_number
 from headlab.attention import HeadsLike, keep, patch
 from headlab.attention.edits import Site, as_positions
 from headlab.attention.keep import STREAM
 from headlab.attention.positions import resolve_positions
 from headlab.causal.ablation import By, Tell, key_of, units_of
-from headlab.causal.arguments import seed_number
 from headlab.causal.effects import Effects, effects_of
 from headlab.causal.metrics import Metric, as_metric
 from headlab.causal.prompt_pairs import Align, Pairs, pairs

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Annotated, Optional
 
 import typer
 
-from headlab.cli import causal
-from headlab.cli.options import spread
+from headlab.cli import causal, parameters
+from headlab.cli.options import EMBEDDED, Device, Dtype, Json, Model_, Revision, Trust, spread
 from headlab.cli.tasks import tasks
 from headlab.errors import HeadlabError, PlanError
 
@@ -30,24 +30,19 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(tasks, name="tasks")
-for command in (causal.ablate, causal.patch, causal.circuit):
+for command in (causal.ablate, causal.patch, causal.circuit, parameters.maps):
     app.command()(command)
 
-_EMBEDDED = "smollm2-135m"
 _INTERRUPTED = 130
-Model_ = Annotated[str, typer.Argument(help="Embedded name, hub id, folder or GGUF file.")]
 Roles = Annotated[str, typer.Option("--roles", "-r", help="'all', or names like induction,sink.")]
 Out = Annotated[Path, typer.Option("--out", "-o", help="Folder to write to.")]
 Seed = Annotated[int, typer.Option(help="Seed of everything random.")]
-Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1 or mps.")]
-Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16, float16 or float64.")]
 Prompts = Annotated[int, typer.Option("--prompts", "-n", min=2, help="Prompts per probe.")]
 Alpha = Annotated[float, typer.Option(min=1e-6, max=0.5, help="False-discovery rate per role.")]
 Haystack = Annotated[
     Optional[Path],  # noqa: UP045  # typer reads the annotation at run time
     typer.Option(help="Folder of .txt files to use in place of headlab's essays."),
 ]
-Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout, nothing else.")]
 Data = Annotated[
     Optional[list[str]],  # noqa: UP045
     typer.Option(
@@ -56,15 +51,13 @@ Data = Annotated[
         help="Your own probe data for a role, JSON Lines; repeat it for more roles.",
     ),
 ]
-Revision = Annotated[Optional[str], typer.Option(help="Hub revision.")]  # noqa: UP045
-Trust = Annotated[bool, typer.Option("--trust-remote-code", help="Let code from the hub run.")]
 
 
 @dataclass(frozen=True)
 class Scoring:
     """Options that ``report`` and ``score`` share; see :func:`spread`."""
 
-    model: Model_ = _EMBEDDED
+    model: Model_ = EMBEDDED
     roles: Roles = "all"
     seed: Seed = 0
     prompts: Prompts = 20
@@ -175,7 +168,7 @@ def score(
 
 @app.command()
 def trace(
-    model: Model_ = _EMBEDDED,
+    model: Model_ = EMBEDDED,
     text: Annotated[Optional[str], typer.Option(help="The prompt.")] = None,  # noqa: UP045
     file: Annotated[
         Optional[Path],  # noqa: UP045

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from headlab.causal.circuits.faithfulness import Faithfulness, FaithfulnessCurve
     from headlab.cli.experiment import Prompts
     from headlab.model import Model
-    from headlab.report.causal_page import PageTable
+    from headlab.report.figures_page import PageTable
     from headlab.tasks import PromptPairs
 
 #: A two-sided sign flip test of n prompts cannot give less than 2 / 2^n.
@@ -55,7 +55,7 @@ def show_effects(
     ]
     if prompts.out is not None:
         from headlab import plots
-        from headlab.report.causal_page import PageTable, causal_page
+        from headlab.report.figures_page import PageTable, figures_page
         from headlab.report.files import write_files
 
         by_position = (effects.frame["position"] >= 0).any()
@@ -65,7 +65,7 @@ def show_effects(
             figure = plots.position_map(effects, tokens=tokens)
         else:
             figure = plots.effect_map(effects)
-        page = causal_page(
+        page = figures_page(
             f"{what.capitalize()} of {model.name}",
             facts,
             [figure],
@@ -129,7 +129,7 @@ def show_circuit(
     if prompts.out is not None:
         from headlab import plots
         from headlab.plots.circuit import MOST_EDGES
-        from headlab.report.causal_page import PageTable, causal_page
+        from headlab.report.figures_page import PageTable, figures_page
         from headlab.report.files import write_files
 
         figures = []
@@ -138,7 +138,7 @@ def show_circuit(
         if curve is not None:
             figures.append(plots.faithfulness_curve({found.method: curve}))
         tables = [PageTable.of(frame, "Edges"), _prompts_table(model, given)]
-        page = causal_page(f"Circuit of {model.name}", facts, figures, tables, notes)
+        page = figures_page(f"Circuit of {model.name}", facts, figures, tables, notes)
         text = found.to_json(indent=1) + "\n"
         write_files(prompts.out, {"circuit.json": text, "circuit.html": page})
     if prompts.json:
@@ -184,7 +184,7 @@ def _prompts_table(model: Model, given: PromptPairs) -> PageTable:
     """The first prompts, as they were run."""
     import pandas as pd
 
-    from headlab.report.causal_page import PageTable
+    from headlab.report.figures_page import PageTable
 
     def text(ids: Any) -> str:
         if model.tokenizer is None:

@@ -1,4 +1,4 @@
-"""Options that several commands share, as one dataclass in place of a list in every signature."""
+"""Options that several commands share, and how a dataclass of them takes the place of a list in every signature."""
 
 from __future__ import annotations
 
@@ -6,7 +6,17 @@ import inspect
 from collections.abc import Callable
 from dataclasses import fields
 from functools import wraps
-from typing import Any, get_type_hints
+from typing import Annotated, Any, Optional, get_type_hints
+
+import typer
+
+EMBEDDED = "smollm2-135m"
+Model_ = Annotated[str, typer.Argument(help="Embedded name, hub id, folder or GGUF file.")]
+Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1 or mps.")]
+Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16, float16 or float64.")]
+Revision = Annotated[Optional[str], typer.Option(help="Hub revision.")]  # noqa: UP045  # typer reads it at run time
+Trust = Annotated[bool, typer.Option("--trust-remote-code", help="Let code from the hub run.")]
+Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout, nothing else.")]
 
 
 def spread(command: Callable[..., None]) -> Callable[..., None]:

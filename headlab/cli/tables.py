@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from headlab.cli.doctor import Finding
     from headlab.models import KnownModel
+    from headlab.report.figures_page import PageTable
     from headlab.roles import Role, Scores
 
 
@@ -61,13 +62,25 @@ def print_frame(frame: pd.DataFrame, title: str, total: int) -> None:
     console.print(title, markup=False, highlight=False)
     table = Table(box=None)
     for column in frame.columns:
-        table.add_column(escape(str(column)), justify="right")
+        table.add_column(escape(str(column)), justify="right", overflow="fold")
     for row in frame.itertuples(index=False):
         cells = [f"{value:.4g}" if isinstance(value, float) else str(value) for value in row]
         table.add_row(*map(escape, cells))
     console.print(table)
     if total > len(frame):
         console.print(f"  {len(frame)} of {total} rows", style="dim")
+
+
+def print_table(table: PageTable) -> None:
+    """A table of a page."""
+    console = Console()
+    console.print(table.caption, style="bold", markup=False, highlight=False)
+    shown = Table(box=None)
+    for column in table.columns:
+        shown.add_column(escape(column), justify="right", overflow="fold")
+    for row in table.rows:
+        shown.add_row(*map(escape, row))
+    console.print(shown)
 
 
 def print_models(models: Sequence[KnownModel], as_json: bool) -> None:

@@ -28,11 +28,22 @@ def list_roles(
 
     load_entry_points()
     print_roles(list(ROLES.values()), as_json)
+    if not as_json:
+        print(
+            "relations: pairs of words that heads are mapped to by their weights; headlab's, or yours"
+        )
 
 
 @tasks.command()
 def schema(role: Name) -> None:
-    """Print the JSON Schema of one record of a role's data, or of 'pairs' for patching and circuits."""
+    """Print the JSON Schema of one record of a role's data, of 'pairs' for patching and circuits, or of 'relations'
+    for parameter mapping.
+    """
+    if role == "relations":
+        from headlab.tasks import RELATION_SCHEMA
+
+        print(json.dumps(RELATION_SCHEMA, indent=2, ensure_ascii=False))
+        return
     if role == "pairs":
         from headlab.tasks import PAIR_SCHEMA
 
@@ -50,9 +61,14 @@ def check(
         typer.Option(help="Also check spans and lengths by this model's tokenizer."),
     ] = None,
 ) -> None:
-    """Check data of your own for a role, or 'pairs' for patching and circuits, without running anything."""
+    """Check data of your own for a role, 'pairs' for patching and circuits, or 'relations' for parameter mapping,
+    without running anything.
+    """
     from headlab.tasks import read_records
 
+    if role == "relations":
+        print(_checked_relations(file, model))
+        return
     if role == "pairs":
         print(_checked_pairs(file, model))
         return
@@ -92,6 +108,29 @@ def _checked_pairs(file: Path, model: str | None) -> str:
     if given.corrupted:
         pairs(live, given.clean, given.corrupted)
     return f"{said} and can be used with {model}"
+
+
+def _checked_relations(file: Path, model: str | None) -> str:
+    """What is to be said of a file of relations that can be used; with a model, which words are not single tokens.
+
+    Raises:
+        HeadlabError: It cannot.
+    """
+    from headlab.tasks import RecordError, given_relations, token_pairs
+
+    given = given_relations(file)
+    said = f"{len(given)} records fit the schema of relations"
+    if model is None:
+        return said
+    from headlab.cli.work import loaded
+
+    tokenizer = loaded(model, "auto", "auto", None, False).tokenizer
+    pairs = [token_pairs(relation, tokenizer) for relation in given]
+    if not any(len(each) for each in pairs):
+        raise RecordError(
+            f"no pair of {file} is a single token on both sides for {model}: {pairs[0].said()}"
+        )
+    return "\n".join([said, *(each.said(len(each.left_out)) for each in pairs)])
 
 
 class _Reached(Exception):  # not an error

@@ -11,6 +11,7 @@ directions they did, but no longer the one from the other.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from copy import deepcopy
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
@@ -54,8 +55,8 @@ def eigenvalue_copying(
     if circuit is None:
         return found
     for layer in range(spec.n_layers):
-        values, outputs = _parts(model, layer, circuit)
-        if values is not None and outputs is not None:
+        with suppress(UnsupportedError):
+            values, outputs = _parts(model, layer, circuit)
             found[layer, : len(values)] = _ratio(values, outputs)
     return found
 
@@ -103,14 +104,18 @@ def copying(
     scores = np.full((spec.n_layers, spec.n_heads), np.nan)
     widths = np.zeros((spec.n_layers, spec.n_heads), int)
     parts: list[tuple[Tensor, Tensor]] = []
+    why = np.full((spec.n_layers, spec.n_heads), "", dtype=object)
     for layer, facts in enumerate(spec.layers):
-        values, outputs = _parts(model, layer, circuit)
-        if values is not None and outputs is not None:
-            scores[layer, : facts.n_heads] = _ratio(values, outputs)
-            widths[layer, : facts.n_heads] = facts.d_value
-            parts += zip(values, outputs, strict=True)
+        try:
+            values, outputs = _parts(model, layer, circuit)
+        except UnsupportedError as error:
+            why[layer] = str(error)
+            continue
+        scores[layer, : facts.n_heads] = _ratio(values, outputs)
+        widths[layer, : facts.n_heads] = facts.d_value
+        parts += zip(values, outputs, strict=True)
     if not parts:
-        raise UnsupportedError(f"no head of {model.name} has values and outputs that can be read")
+        raise UnsupportedError(why[0, 0])
     null = _rotated(parts, n_null, seed)
     mean = null.mean()
     p = np.minimum(1, 2 * np.minimum(p_among(scores, null), p_among(-scores, -null)))
@@ -131,7 +136,7 @@ def copying(
             "p_value": p[at],
             "q_value": q[at],
             "kind": np.where(q <= alpha, kind, "")[at],
-            "note": np.where(np.isnan(scores), "its weights cannot be read", "")[at],
+            "note": why[at],
         }
     )
 
@@ -165,17 +170,12 @@ def _token_circuit(
 
 def _parts(
     model: Model, layer: int, circuit: Float[Tensor, "d_model d_model"]
-) -> tuple[
-    Float[Tensor, "head d_model d_value"] | None, Float[Tensor, "head d_value d_model"] | None
-]:
-    """Values of a layer's heads behind the token circuit, and their outputs; None where they cannot be read."""
+) -> tuple[Float[Tensor, "head d_model d_value"], Float[Tensor, "head d_value d_model"]]:
+    """Values of a layer's heads behind the token circuit, and their outputs."""
     facts = model.spec.layers[layer]
-    try:
-        values, outputs = model.weights.W_V(layer), model.weights.W_O(layer)
-    except UnsupportedError:
-        return None, None
-    values = circuit @ values.to(circuit)
-    return values.repeat_interleave(facts.n_heads // facts.n_kv_heads, 0), outputs.to(circuit)
+    values = circuit @ model.weights.W_V(layer).to(circuit)
+    values = values.repeat_interleave(facts.n_heads // facts.n_kv_heads, 0)
+    return values, model.weights.W_O(layer).to(circuit)
 
 
 def _ratio(

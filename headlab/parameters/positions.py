@@ -106,9 +106,7 @@ def previous_token(
     spec = model.spec
     means = _Means(model, length, embedding, n_tokens, seed)
     if not means.layers:
-        raise UnsupportedError(
-            f"no head of {model.name} has queries and keys that can be read: {means.why[0]}"
-        )
+        raise UnsupportedError(means.why[0])
     rng = np.random.default_rng(seed)
     shape = spec.n_layers, spec.n_heads
     score, low, high = (np.full(shape, np.nan) for _ in range(3))

@@ -4,6 +4,7 @@ from headlab.plots.circuit import head_graph
 from headlab.plots.curve import faithfulness_curve, pruning_curve
 from headlab.plots.effects import effect_map, position_map
 from headlab.plots.heatmap import role_map
+from headlab.plots.operations import operation_map
 from headlab.plots.pattern import pattern
 from headlab.plots.profile import profile
 
@@ -11,6 +12,7 @@ __all__ = [
     "effect_map",
     "faithfulness_curve",
     "head_graph",
+    "operation_map",
     "pattern",
     "position_map",
     "profile",

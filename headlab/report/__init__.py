@@ -12,6 +12,7 @@ from typing import Any
 
 from headlab.report.environment import environment
 from headlab.report.files import write_file, write_files
+from headlab.report.head_card import HeadCard, head_card
 from headlab.report.model import (
     CAUSAL_COLUMNS,
     SCHEMA_VERSION,
@@ -20,6 +21,7 @@ from headlab.report.model import (
     schema,
 )
 from headlab.report.run import report
+from headlab.report.side_by_side import SideBySide, side_by_side
 
 
 class _Callable(ModuleType):
@@ -38,11 +40,15 @@ sys.modules[__name__].__class__ = _Callable
 __all__ = [
     "CAUSAL_COLUMNS",
     "SCHEMA_VERSION",
+    "HeadCard",
     "ModelInfo",
     "Report",
+    "SideBySide",
     "environment",
+    "head_card",
     "report",
     "schema",
+    "side_by_side",
     "write_file",
     "write_files",
 ]

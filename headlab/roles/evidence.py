@@ -14,11 +14,10 @@ import warnings
 
 import numpy as np
 import pandas as pd
-from scipy.stats import false_discovery_control
 
 from headlab.roles.base import Measurement
 from headlab.roles.scores import COLUMNS, DETAIL_COLUMNS, RoleInfo
-from headlab.statistics import bootstrap_interval, sign_flip_p
+from headlab.statistics import bootstrap_interval, corrected, sign_flip_p
 
 
 def decide(info: RoleInfo, found: Measurement, alpha: float, seed: int) -> pd.DataFrame:
@@ -43,9 +42,7 @@ def decide(info: RoleInfo, found: Measurement, alpha: float, seed: int) -> pd.Da
         halves = np.nanmean(values[0::2], 0), np.nanmean(values[1::2], 0)
         spread = np.nanstd(values - null, 0, ddof=1)
     p = sign_flip_p(values - null, seed)
-    q = np.full_like(p, np.nan)
-    if (~np.isnan(p)).any():
-        q[~np.isnan(p)] = false_discovery_control(p[~np.isnan(p)])
+    q = corrected(p)
     effect = score - null_mean
     with np.errstate(invalid="ignore"):
         claimed = (q <= alpha) & (score >= info.min_score) & (effect >= info.min_effect)

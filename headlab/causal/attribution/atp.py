@@ -31,9 +31,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from headlab.arguments import seed_number
 from headlab.attention import edits as editing
 from headlab.attention.edits import Site, Where
-from headlab.causal.arguments import seed_number
 from headlab.causal.attribution import gradients
 from headlab.causal.attribution.gradients import BySite, record, wide
 from headlab.causal.attribution.qk_fix import key_terms

@@ -25,11 +25,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from headlab.arguments import is_integer, whole_number
 from headlab.attention import keep
 from headlab.attention.positions import resolve_positions
 from headlab.attention.trace import Trace
 from headlab.causal.answers import token_ids
-from headlab.causal.arguments import is_integer, whole_number
 from headlab.errors import PlanError, UnsupportedError
 from headlab.models.stream_norm import FrozenNorm, frozen
 from headlab.prompts import Prompt, lengths_of

@@ -37,9 +37,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from headlab.arguments import whole_number
 from headlab.attention import edits as editing
 from headlab.attention.edits import Edit, Site
-from headlab.causal.arguments import whole_number
 from headlab.causal.attribution import gradients, readers
 from headlab.causal.attribution.gradients import BySite, Points, Recording, record, wide
 from headlab.causal.graph import Edge, Graph

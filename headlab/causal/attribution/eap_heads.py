@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from headlab.arguments import seed_number
 from headlab.attention import edits as editing
-from headlab.causal.arguments import seed_number
 from headlab.causal.attribution import gradients
 from headlab.causal.attribution.eap import Kind, Paths, paths_of
 from headlab.causal.attribution.gradients import Points, between, mean_slopes, record, wide

@@ -31,9 +31,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from headlab.arguments import finite_number, is_integer
 from headlab.attention import ablate, keep
 from headlab.attention.trace import Trace
-from headlab.causal.arguments import finite_number, is_integer
 from headlab.causal.attribution.direct import agree
 from headlab.errors import PlanError, PromptError
 from headlab.models.stream_norm import frozen

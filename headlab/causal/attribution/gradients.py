@@ -16,9 +16,9 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from headlab.arguments import whole_number
 from headlab.attention import edits as editing
 from headlab.attention.edits import Edit, Site, Where
-from headlab.causal.arguments import whole_number
 from headlab.errors import PlanError, UnsupportedError
 
 if TYPE_CHECKING:

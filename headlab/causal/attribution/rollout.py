@@ -25,8 +25,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from jaxtyping import Float
 
+from headlab.arguments import finite_number, is_integer
 from headlab.attention import Head, HeadsLike, keep, parse_heads
-from headlab.causal.arguments import finite_number, is_integer
 from headlab.errors import PlanError, PromptError, UnsupportedError
 from headlab.prompts import Prompt
 

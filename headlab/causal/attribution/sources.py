@@ -24,7 +24,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from headlab.causal.arguments import finite_number
+from headlab.arguments import finite_number
 from headlab.causal.attribution.direct import ReadOut, agree, attribution, prefixes, read_outs
 from headlab.errors import PlanError
 from headlab.prompts import Prompt

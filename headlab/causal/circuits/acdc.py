@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from headlab.causal.arguments import finite_number
+from headlab.arguments import finite_number
 from headlab.causal.circuits.circuit import Circuit
 from headlab.causal.graph import LOGITS, Edge, EdgeLike
 from headlab.causal.metrics import Metric, as_metric, kl

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
+from headlab.arguments import is_finite, whole_number
 from headlab.attention import Head
-from headlab.causal.arguments import is_finite, whole_number
 from headlab.causal.circuits.given_scores import (
     scores_of_edges,
     scores_of_effects,

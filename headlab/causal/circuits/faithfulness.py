@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 import numpy as np
 from jaxtyping import Float
 
+from headlab.arguments import finite_number, seed_number
 from headlab.attention import Head, keep
-from headlab.causal.arguments import finite_number, seed_number
 from headlab.causal.circuits.circuit import Circuit
 from headlab.causal.circuits.head_names import heads_of
 from headlab.causal.prompt_pairs import pairs

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from headlab.arguments import is_finite
 from headlab.attention import Head, parse_heads
-from headlab.causal.arguments import is_finite
 from headlab.causal.graph import Edge
 from headlab.errors import PlanError
 

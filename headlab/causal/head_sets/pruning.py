@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from jaxtyping import Float
 
+from headlab.arguments import finite_number, seed_number, whole_number
 from headlab.attention import Head, HeadsLike, parse_heads
-from headlab.causal.arguments import finite_number, seed_number, whole_number
 from headlab.causal.circuits.circuit import Circuit
 from headlab.causal.circuits.given_scores import scores_of_heads
 from headlab.causal.effects import Effects

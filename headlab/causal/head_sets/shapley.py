@@ -25,8 +25,8 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 import numpy as np
 from jaxtyping import Bool, Float
 
+from headlab.arguments import finite_number, seed_number, whole_number
 from headlab.attention import HeadsLike
-from headlab.causal.arguments import finite_number, seed_number, whole_number
 from headlab.causal.head_sets.stopping import Bernstein
 from headlab.errors import PlanError
 from headlab.statistics import bootstrap_interval

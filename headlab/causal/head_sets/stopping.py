@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from headlab.causal.arguments import finite_number
+from headlab.arguments import finite_number
 from headlab.errors import PlanError
 
 

@@ -28,9 +28,9 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from headlab.arguments import seed_number
 from headlab.attention.heads import Head, HeadsLike
 from headlab.attention.positions import resolve_positions
-from headlab.causal.arguments import seed_number
 from headlab.causal.effects import Effects, effects_of
 from headlab.causal.graph import LOGITS
 from headlab.causal.metrics import BoundMetric, Metric, as_metric

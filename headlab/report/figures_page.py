@@ -1,4 +1,4 @@
-"""What a causal experiment found, as one self-contained page: figures that can be pointed at, and tables."""
+"""What an experiment found, as one self-contained page: figures that can be pointed at, and tables."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class PageTable:
         return PageTable(caption + more, tuple(map(str, frame.columns)), rows)
 
 
-def causal_page(
+def figures_page(
     title: str,
     facts: Sequence[str],
     figures: Sequence[go.Figure],
@@ -68,7 +68,7 @@ def causal_page(
     }
     return (
         environment()
-        .get_template("causal.html.j2")
+        .get_template("figures.html.j2")
         .render(
             title=title,
             facts=list(facts),

@@ -1,0 +1,1 @@
+"""What weights say, held against what heads do on prompts: these methods run the model."""
