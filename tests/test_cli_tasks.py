@@ -136,6 +136,39 @@ def test_trying_out_runs_nothing(lab: Callable[..., Any], monkeypatch: pytest.Mo
     assert "not measurable: " in try_out(model, ROLES["spans"], (RECORD,))
 
 
+RELATION = {"name": "next", "pairs": [["w5", "w6"], ["w7", "seven"], ["w8", "w9"]]}
+
+
+def test_the_schema_of_relations_is_printed_and_they_are_listed(run: Callable[..., Any]):
+    from headlab.tasks import RELATION_SCHEMA
+
+    assert json.loads(run("tasks", "schema", "relations").out) == RELATION_SCHEMA
+    assert "\nrelations: pairs of words" in run("tasks", "list").out
+    assert list(json.loads(run("tasks", "list", "--json").out)[0]) == ["role", "title", "data"]
+
+
+def test_relations_are_checked_and_their_words_by_a_model_s_tokens(
+    run: Callable[..., Any], file: Callable[..., Path], tiny_folder: Path
+):
+    good = file(RELATION, RELATION | {"name": "again"})
+    assert run("tasks", "check", "relations", good).out == "2 records fit the schema of relations\n"
+    whole = good.parent / "whole.json"
+    whole.write_text(json.dumps([RELATION], indent=2), "utf-8")
+    for path, names in ((good, ("next", "again")), (whole, ("next",))):
+        done = run("tasks", "check", "relations", path, "--model", tiny_folder)
+        assert done.code == 0
+        assert done.out.splitlines()[1:] == [
+            f"{name}: 2 of 3 pairs remain; left out: 'w7' → 'seven': the tokenizer does not know the target 'seven'"
+            for name in names
+        ]
+    twice = file(RELATION | {"pairs": [["w5", "w6"], ["w5", "w7"]]}, name="twice.jsonl")
+    refused(run("tasks", "check", "relations", twice), "'next' gives source 'w5' twice")
+    none = file(RELATION | {"pairs": [["five", "six"]]}, name="none.jsonl")
+    assert run("tasks", "check", "relations", none).code == 0
+    done = run("tasks", "check", "relations", none, "--model", tiny_folder)
+    refused(done, "no pair of", "none.jsonl", "next: 0 of 1 pairs remain", "the source 'five'")
+
+
 # -- scoring -------------------------------------------------------------------------------------
 
 

@@ -18,7 +18,7 @@ from headlab.parameters.relation_significance import (
     poisson_binomial_tail,
     wilson_interval,
 )
-from headlab.parameters.top_tokens import largest, matrices_to_vocabulary, top_tokens
+from headlab.parameters.row_ends import largest, matrices_to_vocabulary, row_ends
 from headlab.tasks.relations import Relation, token_pairs
 
 # -- top tokens --------------------------------------------------------------------------------------------------------
@@ -47,13 +47,13 @@ def test_chunks_of_rows_and_of_heads_give_the_same_as_one(monkeypatch):
     W_O = torch.randn(4, 5, 12, generator=generator, dtype=torch.float64)
     W_U = torch.randn(12, 900, generator=generator, dtype=torch.float64)
     rows = np.einsum("nd,hdm,mv->hnv", z.numpy(), W_O.numpy(), W_U.numpy())
-    monkeypatch.setattr("headlab.parameters.top_tokens._ROW_BYTES", 4 * 900 * 8)
-    monkeypatch.setattr("headlab.parameters.top_tokens._MATRIX_BYTES", 3 * 5 * 900 * 8)
+    monkeypatch.setattr("headlab.parameters.row_ends._ROW_BYTES", 4 * 900 * 8)
+    monkeypatch.setattr("headlab.parameters.row_ends._MATRIX_BYTES", 3 * 5 * 900 * 8)
     for given in (W_U, W_U.float()):  # converted column by column
         matrices = list(matrices_to_vocabulary(W_O, given, z))
         assert len(matrices) == 4
         for matrix, dense in zip(matrices, rows, strict=True):
-            found = top_tokens(z, matrix, 6)
+            found = row_ends(z, matrix, 6)
             for name, sign in (("promotes", -1), ("suppresses", 1)):
                 if given is W_U:
                     expected = np.argsort(sign * dense, axis=1, kind="stable")[:, :6]

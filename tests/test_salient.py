@@ -16,7 +16,8 @@ from transformers import PreTrainedTokenizerFast
 
 import headlab as hl
 from headlab.errors import HeadError, PlanError, PromptError, UnsupportedError
-from headlab.parameters.salient import clusters_of, norm_gain, salient_operations
+from headlab.parameters.salience import norm_gain
+from headlab.parameters.salient import clusters_of, salient_operations
 from headlab.tasks import relations
 
 #: Ten pairs, as many as a head of the tiny model has dimensions; London is the capital of two.
@@ -178,11 +179,30 @@ def test_the_chunks_of_the_vocabulary_change_nothing(
     lab: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ):
     whole = salient_operations(lab("llama"), n=20)
-    monkeypatch.setattr("headlab.parameters.salient._CHUNK", 7)
+    monkeypatch.setattr("headlab.parameters.salience._CHUNK", 7)
     monkeypatch.setattr("headlab.parameters.salient._COLUMNS", 36 * 5)
     for one, other in zip(whole, salient_operations(lab("llama"), n=20), strict=True):
         assert [row.token for row in one.rows] == [row.token for row in other.rows]
         assert [row.target_ids for row in one.rows] == [row.target_ids for row in other.rows]
+
+
+def test_random_sources_are_held_the_same_way(lab: Callable[..., Any]):
+    """With as many sources as there are tokens, random ones are all of them, and so the salient ones."""
+    model = lab("llama")
+    every, drawn = (
+        salient_operations(model, "1.3", n=97, sources=which)[0] for which in ("salient", "random")
+    )
+    assert [row.token for row in drawn.rows] == [row.token for row in every.rows]
+    assert [row.target_ids for row in drawn.rows] == [row.target_ids for row in every.rows]
+    some, other, again = (
+        salient_operations(model, "1.3", n=9, sources="random", seed=seed)[0] for seed in (0, 1, 0)
+    )
+    tokens = [{row.token for row in each.rows} for each in (some, other, again)]
+    assert tokens[0] == tokens[2] != tokens[1]
+    assert len(tokens[0]) == 9
+    assert some.rows == again.rows
+    gains = {row.token: row.gain for row in every.rows}
+    assert all(row.gain == pytest.approx(gains[row.token], rel=1e-5) for row in some.rows)
 
 
 # -- clusters ------------------------------------------------------------------------------------
@@ -260,6 +280,7 @@ def test_wrong_arguments_are_said(lab: Callable[..., Any]):
         ({"n_targets": 1.5}, r"n_targets=1\.5 must be"),
         ({"n": True}, "n=True must be"),
         ({"embedding": "mean"}, "embedding='mean' must be"),
+        ({"sources": "rare"}, "sources='rare' must be 'salient' or 'random'"),
         ({"alpha": 0}, "alpha=0 must be"),
     ):
         with pytest.raises(PlanError, match=said):

@@ -14,6 +14,7 @@ from headlab.parameters.factored import FactoredMatrix
 from headlab.parameters.maps import maps
 from headlab.parameters.maps_result import MAPS_COLUMNS, MappedRelation, Maps
 from headlab.parameters.on_prompts.attention_lens import AttentionLens, untrained_lens
+from headlab.parameters.on_prompts.causal_check import CausalCheck, causal_check
 from headlab.parameters.on_prompts.disruption import disrupt
 from headlab.parameters.on_prompts.disruption_effects import (
     Behaviour,
@@ -21,6 +22,7 @@ from headlab.parameters.on_prompts.disruption_effects import (
     behaviours,
     disruption,
 )
+from headlab.parameters.on_prompts.dynamic import DynamicScores, dynamic_scores
 from headlab.parameters.on_prompts.lens_training import LensCheck, train_lens
 from headlab.parameters.on_prompts.massive_values import MassiveValues, massive_values
 from headlab.parameters.on_prompts.memory import DistributedMemory, distributed_memory
@@ -29,6 +31,7 @@ from headlab.parameters.on_prompts.sparse_scores import PromptScores
 from headlab.parameters.on_prompts.tracing import TraceGraph, sparsity, trace_heads, upstream
 from headlab.parameters.on_prompts.visit import Visit, visit
 from headlab.parameters.positions import positional_patterns, previous_token
+from headlab.parameters.relation_inputs import CONVENTIONS, Convention, RelationsLike
 from headlab.parameters.rotation import Distance
 from headlab.parameters.salient import SalientOperations, salient_operations
 from headlab.parameters.singular_vectors import SingularVectors, singular_vectors
@@ -42,15 +45,19 @@ from headlab.parameters.virtual_weights import (
 from headlab.parameters.vocabulary import TopTokens, top_tokens
 
 __all__ = [
+    "CONVENTIONS",
     "MAPS_COLUMNS",
     "AttentionLens",
     "Behaviour",
+    "CausalCheck",
     "Channel",
     "Circuits",
     "Composition",
+    "Convention",
     "Disruption",
     "Distance",
     "DistributedMemory",
+    "DynamicScores",
     "EmbeddingKind",
     "FactoredMatrix",
     "LensCheck",
@@ -58,6 +65,7 @@ __all__ = [
     "Maps",
     "MassiveValues",
     "PromptScores",
+    "RelationsLike",
     "SalientOperations",
     "SignalEffect",
     "SingularVectors",
@@ -65,6 +73,7 @@ __all__ = [
     "TraceGraph",
     "Visit",
     "behaviours",
+    "causal_check",
     "channel",
     "circuits",
     "composition",
@@ -72,6 +81,7 @@ __all__ = [
     "disrupt",
     "disruption",
     "distributed_memory",
+    "dynamic_scores",
     "edit_signal",
     "eigenvalue_copying",
     "embed",

@@ -28,6 +28,7 @@ import numpy as np
 from headlab.errors import PlanError
 from headlab.parameters.relation_significance import poisson_binomial_tail
 from headlab.parameters.token_classes import class_shares, classes_of, is_listed, word_of
+from headlab.statistics import corrected
 from headlab.tasks.relations import Relation, relations
 
 UNCLEAR = "unclear"
@@ -152,14 +153,15 @@ class _Tried:
 
 
 def _judged(tried: Sequence[_Tried], alpha: float) -> list[Pattern]:
-    from scipy.stats import false_discovery_control
 
-    p = [
-        float(poisson_binomial_tail(each.chances[None], np.array([each.hits.sum()]))[0])
-        for each in tried
-    ]
+    p = np.array(
+        [
+            poisson_binomial_tail(each.chances[None], np.array([each.hits.sum()]))[0]
+            for each in tried
+        ]
+    )
     found = []
-    for each, p_value, q in zip(tried, p, false_discovery_control(p), strict=True):
+    for each, p_value, q in zip(tried, p, corrected(p), strict=True):
         share, null = float(each.hits.mean()), float(each.chances.mean())
         passes = share >= each.least and share - null >= MIN_EFFECT and q <= alpha
         n = len(each.hits)

@@ -17,7 +17,7 @@ vocabulary that no token of the tokenizer has are left out of the competition fo
 code lets them in.
 
 Rows are computed for the sources of all relations at once, head by head, and only their ends are kept
-(:mod:`headlab.parameters.top_tokens`).
+(:mod:`headlab.parameters.row_ends`).
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ from headlab.parameters.relation_significance import (
     target_shares,
     wilson_interval,
 )
-from headlab.parameters.top_tokens import DIRECTIONS, Direction, matrices_to_vocabulary, top_tokens
+from headlab.parameters.row_ends import DIRECTIONS, Direction, matrices_to_vocabulary, row_ends
+from headlab.statistics import corrected
 from headlab.tasks.relations import TokenPairs
 
 if TYPE_CHECKING:
@@ -200,7 +201,7 @@ def _count(
             if not bool(own.isfinite().all() and W_O[here.index(each)].isfinite().all()):
                 notes[each] = "its weights hold NaN or infinity"
                 continue
-            top = top_tokens(own, matrix, k, directions)
+            top = row_ends(own, matrix, k, directions)
             for direction, name in enumerate(directions):
                 found = top[name].cpu().numpy()
                 for count, places in zip(counts, rows, strict=True):
@@ -238,7 +239,6 @@ def _table(
     min_effect: float,
 ) -> pd.DataFrame:
     import pandas as pd
-    from scipy.stats import false_discovery_control
 
     unread = np.array([head in notes for head in heads])
     parts = []
@@ -257,8 +257,7 @@ def _table(
             }
             numbers = {name: np.where(unread, np.nan, values) for name, values in numbers.items()}
             effect = numbers["score"] - numbers["null_mean"]
-            q = np.full(len(heads), np.nan)
-            q[~unread] = false_discovery_control(p[~unread])
+            q = corrected(numbers["p_value"])
             part = {
                 "relation": relation.name,
                 "kind": relation.kind,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from headlab.attention import Head
 from headlab.errors import HeadError, OutputError, PlanError
-from headlab.parameters.top_tokens import DIRECTIONS, Direction
+from headlab.parameters.row_ends import DIRECTIONS, Direction
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -17,7 +17,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -25,14 +25,15 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from headlab.attention import Head, HeadsLike, parse_heads
-from headlab.errors import PlanError, UnsupportedError
+from headlab.errors import PlanError
 from headlab.parameters.describe import Description, Mapped, class_shares, describe_mappings
 from headlab.parameters.describe_by_model import Describer, describing_prompt, read_answer
 from headlab.parameters.embeddings import EmbeddingKind, embed, is_raw
 from headlab.parameters.maps import values_of_tokens
 from headlab.parameters.relation_inputs import check_model, vocabulary_size
+from headlab.parameters.row_ends import largest
+from headlab.parameters.salience import random_sources, salient_sources
 from headlab.parameters.token_classes import token_texts
-from headlab.parameters.top_tokens import largest
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -43,8 +44,8 @@ if TYPE_CHECKING:
 SIMILAR = 0.4
 #: Random directions that tell what targets are like by chance, and how many at a time.
 _DIRECTIONS, _AT_ONCE = 512, 64
-#: Tokens of the vocabulary at a time, and numbers of W_U that are converted at a time.
-_CHUNK, _COLUMNS = 8192, 1 << 24
+#: Numbers of W_U that are converted at a time.
+_COLUMNS = 1 << 24
 
 
 @dataclass(frozen=True)
@@ -128,6 +129,7 @@ def salient_operations(
     *,
     n: int = 30,
     n_targets: int = 5,
+    sources: Literal["salient", "random"] = "salient",
     embedding: EmbeddingKind = "auto",
     describe: Describer | None = None,
     alpha: float = 0.05,
@@ -141,11 +143,12 @@ def salient_operations(
         heads: Which heads.
         n: Sources of each.
         n_targets: Targets of each source, and suppressed tokens.
+        sources: ``"random"`` takes random tokens in place of the salient ones: patterns there are what any token gives.
         embedding: What stands for a source: see :data:`~headlab.parameters.embeddings.EmbeddingKind`.
         describe: A language model of the user's, from prompt to answer, that names the head's mappings (raised, then
             lowered) in place of rules; clusters are named by rules, and the rules' candidates are kept.
         alpha: False-discovery rate over the rules tried on one set of mappings.
-        seed: Seed of the directions that tell what targets are like by chance; nothing else is random.
+        seed: Seed of the directions that tell what targets are like by chance, and of random sources.
         tell: Told how far it is.
 
     Returns:
@@ -164,21 +167,26 @@ def salient_operations(
         if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
             raise PlanError(f"{name}={value!r:.60} must be a whole number from 1 to {most}")
     is_raw(embedding, 0)  # refuses other names
-    gains, sources = _salient(model, wanted, n, n_vocab, embedding, tell)
+    if sources not in ("salient", "random"):
+        raise PlanError(f"sources={sources!r:.60} must be 'salient' or 'random'")
+    if sources == "random":
+        gains, tokens = random_sources(model, wanted, n, n_vocab, embedding, seed)
+    else:
+        gains, tokens = salient_sources(model, wanted, n, n_vocab, embedding, tell)
     texts = token_texts(model.tokenizer, range(n_vocab))
     shares = class_shares(texts)
     chance = _chance_of_targets(model, texts, shares, seed)
     found = []
     for layer in sorted({head.layer for head in wanted}):
         here = [at for at, head in enumerate(wanted) if head.layer == layer]
-        stand_ins = embed(model, layer, sources[here].flatten(), embedding).unflatten(0, (-1, n))
+        stand_ins = embed(model, layer, tokens[here].flatten(), embedding).unflatten(0, (-1, n))
         for at, x in zip(here, stand_ins, strict=True):
             tell(f"salient operations: {wanted[at]}")
             written = _written(model, wanted[at], x)
             scores = _logits(model, written, n_vocab)
             rows = _rows(
                 texts,
-                sources[at].tolist(),
+                tokens[at].tolist(),
                 gains[at].tolist(),
                 largest(scores, n_targets).tolist(),
                 largest(scores, n_targets, -1).tolist(),
@@ -186,21 +194,6 @@ def salient_operations(
             )
             found.append(_described(wanted[at], rows, (shares, chance), embedding, describe, alpha))
     return tuple(found)
-
-
-def norm_gain(
-    x: Float[Tensor, "token d_model"],
-    z: Float[Tensor, "head token d_value"],
-    W_O: Float[Tensor, "head d_value d_model"],
-) -> Float[Tensor, "head token"]:
-    """‖z · W_O‖ / ‖x‖ for what heads read of tokens, z = x · W_V; 0 for a token that nothing stands for.
-
-    W_Oᵀ = Q R, so ‖z W_O‖ = ‖z Rᵀ‖: as wide as a head and no wider.
-    """
-    r = torch.linalg.qr(W_O.mT.to(z), mode="r").R
-    kept = (z @ r.mT).norm(dim=-1)
-    size = x.norm(dim=-1)
-    return torch.where(size > 0, kept / size.clamp(min=torch.finfo(size.dtype).tiny), 0)
 
 
 def clusters_of(
@@ -226,43 +219,6 @@ def clusters_of(
     rank[order] = np.arange(len(order))
     numbers: np.ndarray = rank[flat - 1]
     return numbers
-
-
-def _salient(
-    model: Model,
-    heads: Sequence[Head],
-    n: int,
-    n_vocab: int,
-    kind: EmbeddingKind,
-    tell: Callable[[str], None],
-) -> tuple[Float[Tensor, "head n"], Int[Tensor, "head n"]]:
-    """The n largest gains of each head and their tokens; the vocabulary is read once, some tokens at a time."""
-    device = model.weights.W_E.device
-    best: list[Tensor] = [torch.empty(0, device=device)] * len(heads)
-    tokens = [torch.empty(0, dtype=torch.long, device=device)] * len(heads)
-    layers = sorted({head.layer for head in heads})
-    for start in range(0, n_vocab, _CHUNK):
-        ids = torch.arange(start, min(start + _CHUNK, n_vocab), device=device)
-        tell(f"salient operations: token {start} of {n_vocab}")
-        stand_ins: dict[bool, Tensor] = {}
-        for layer in layers:
-            raw = is_raw(kind, layer)
-            if raw not in stand_ins:
-                stand_ins[raw] = embed(model, layer, ids, kind)
-            x = stand_ins[raw]
-            here = [at for at, head in enumerate(heads) if head.layer == layer]
-            z = values_of_tokens(model, layer, [heads[at] for at in here], x)
-            W_O = model.weights.W_O(layer)[[heads[at].head for at in here]]
-            for at, gain in zip(here, norm_gain(x, z, W_O), strict=True):
-                if not bool(gain.isfinite().all()):
-                    raise UnsupportedError(
-                        f"{heads[at]} of {model.name} has no salient operations: its weights, or what stands for "
-                        "tokens, hold NaN or infinity"
-                    )
-                both = torch.cat([best[at].to(gain), gain]), torch.cat([tokens[at], ids])
-                order = both[0].sort(descending=True, stable=True).indices[:n]
-                best[at], tokens[at] = both[0][order], both[1][order]
-    return torch.stack(best), torch.stack(tokens)
 
 
 def _written(model: Model, head: Head, x: Float[Tensor, "n d_model"]) -> Float[Tensor, "n d_model"]:
@@ -366,6 +322,5 @@ __all__ = [
     "SalientMapping",
     "SalientOperations",
     "clusters_of",
-    "norm_gain",
     "salient_operations",
 ]

@@ -13,7 +13,7 @@ from headlab.plots.heatmap import CELL
 
 if TYPE_CHECKING:
     from headlab.parameters import Maps
-    from headlab.parameters.top_tokens import Direction
+    from headlab.parameters.row_ends import Direction
 
 #: Half the side of a frame, in cells.
 _HALF = 0.43

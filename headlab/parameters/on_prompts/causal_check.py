@@ -31,7 +31,7 @@ from headlab.models.spec import ModelSpec
 from headlab.parameters.maps_result import Maps
 from headlab.parameters.on_prompts.dynamic import mapped_pairs
 from headlab.parameters.on_prompts.relation_prompts import Tell, filled
-from headlab.statistics import bootstrap_interval, sign_flip_p
+from headlab.statistics import bootstrap_interval, corrected, sign_flip_p
 from headlab.tasks.relations import Relation
 from headlab.tasks.relations import relations as shipped_relations
 
@@ -118,8 +118,8 @@ def causal_check(
         sizes: How many heads to ablate; by default four steps up to all with φ > 0, at most 30 to 250 by model size.
         n_random: Draws of random sets for every size.
         prompts: ``"examples"`` puts five other pairs of the relation in front, drawn anew for each prompt;
-        ``"template"``
-            uses the relation's own sentence alone, which smaller models often continue with something else.
+            ``"template"`` uses the relation's own sentence alone, which smaller models often continue with something
+            else.
         seed: Seed of examples, draws, bootstrap and sign flips.
         tell: Told how far it is.
 
@@ -127,7 +127,6 @@ def causal_check(
         PlanError: The relation was not mapped, no head has φ > 0, or an option is not valid.
         PromptError: There are too few pairs for examples.
     """
-    from scipy.stats import false_discovery_control
 
     if prompts not in ("examples", "template"):
         raise PlanError(f"prompts={prompts!r:.60} must be 'examples' or 'template'")
@@ -158,7 +157,7 @@ def causal_check(
         ]
     )
     p = sign_flip_p((spared - taken).T, seed)
-    for row, p_value, q_value in zip(rows, p, false_discovery_control(p), strict=False):
+    for row, p_value, q_value in zip(rows, p, corrected(p), strict=False):
         row |= {"p_value": p_value, "q_value": q_value}
     baseline = {given.name: float(sweep.clean.mean())}
     for name, other in _controls(

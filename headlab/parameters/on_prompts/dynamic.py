@@ -36,7 +36,7 @@ from headlab.parameters.on_prompts.relation_prompts import (
     source_prompts,
 )
 from headlab.parameters.relation_significance import hits_of
-from headlab.parameters.top_tokens import matrices_to_vocabulary, top_tokens
+from headlab.parameters.row_ends import matrices_to_vocabulary, row_ends
 from headlab.statistics import RESAMPLES
 from headlab.tasks.relations import GENERAL_TEMPLATES, Relation, TokenPairs, token_pairs
 from headlab.tasks.relations import relations as shipped_relations
@@ -216,7 +216,7 @@ def _rates(
                 "without_context": v[layer][:, head.head // group],
             }
             for context, values in rows.items():
-                top = top_tokens(values, matrix, k, ("promotes",))["promotes"].cpu().numpy()
+                top = row_ends(values, matrix, k, ("promotes",))["promotes"].cpu().numpy()
                 hits = np.split(hits_of(top, targets), ends)
                 rates[context][:, heads.index(head)] = [part.mean() for part in hits]
     return rates

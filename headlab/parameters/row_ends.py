@@ -24,7 +24,7 @@ _BLOCK = 64
 _ROW_BYTES, _MATRIX_BYTES = 64 << 20, 192 << 20
 
 
-def top_tokens(
+def row_ends(
     z: Float[Tensor, "row d_value"],
     to_vocabulary: Float[Tensor, "d_value n_vocab"],
     k: int,
@@ -120,4 +120,4 @@ def matrices_to_vocabulary(
         yield from product.unflatten(0, some.shape[:2])
 
 
-__all__ = ["DIRECTIONS", "Direction", "largest", "matrices_to_vocabulary", "top_tokens"]
+__all__ = ["DIRECTIONS", "Direction", "largest", "matrices_to_vocabulary", "row_ends"]
