@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tiny_tokenizers import byte_level, with_dummy_prefix
 
 from headlab.errors import PlanError
 from headlab.parameters.describe import UNCLEAR, Description, describe_mappings
@@ -245,6 +246,9 @@ def test_texts_tell_where_words_begin():
     ids = planted("king queen", add_special_tokens=False)["input_ids"]
     assert token_texts(planted, ids) == ["king", "queen"]
     assert token_texts(planted, [10**6]) == [""]
+    for tokens in (byte_level(), with_dummy_prefix()):
+        ids = tokens("king queens", add_special_tokens=False)["input_ids"]
+        assert token_texts(tokens, ids)[-2:] == [" queen", "s"]
 
 
 # -- a model of one's own ------------------------------------------------------------------------

@@ -11,8 +11,7 @@ import pytest
 from jsonschema import Draft202012Validator
 from real_model import smollm2
 from tiny_models import tiny_tokenizer
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from tiny_tokenizers import byte_level, with_dummy_prefix
 
 from headlab.errors import PromptError
 from headlab.planted.words import tokenizer as planted_tokenizer
@@ -139,33 +138,6 @@ def test_most_relations_keep_thirty_pairs_on_the_embedded_model():
 # -- tokens --------------------------------------------------------------------------------------
 
 
-def byte_level() -> Any:
-    """A tokenizer whose tokens carry their space: ' king' and 'queen', and letters."""
-    marks = [chr(0x120), *string.ascii_lowercase]
-    words = ["Ġking", "Ġqueen", "Ġman", "Ġwo", "Ġcar", "pet"]
-    merges = []
-    held = list(marks)
-    for word in words:  # merges from the left: Ġ k → Ġk, Ġk i → Ġki, …
-        for at in range(1, len(word)):
-            left, right = word[:at], word[at]
-            if left + right not in held:
-                held.append(left + right)
-                merges.append((left, right))
-    made = Tokenizer(models.BPE({token: at for at, token in enumerate(held)}, merges))
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=made)
-
-
-def with_dummy_prefix() -> Any:
-    """A tokenizer that puts a space in front of every text, as Llama 2's does."""
-    words = ["<unk>", "▁", "▁king", "▁queen", "▁man"]
-    made = Tokenizer(models.WordLevel({word: at for at, word in enumerate(words)}, "<unk>"))
-    made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
-    made.decoder = decoders.Metaspace(prepend_scheme="always")
-    return PreTrainedTokenizerFast(tokenizer_object=made, unk_token="<unk>")
-
-
 def test_words_of_several_tokens_are_left_out_and_said():
     relation = of(("king", "queen"), ("man", "woman"), ("woman", "man"))
     pairs = token_pairs(relation, byte_level())
@@ -197,7 +169,8 @@ def test_tokenizers_without_marks_for_spaces_will_do():
     assert planted.convert_ids_to_tokens(pairs.sources.tolist()) == ["king", "wolf"]
     assert planted.convert_ids_to_tokens(pairs.targets.tolist()) == ["queen", "bear"]
     assert pairs.left_out[0][1] == "the tokenizer does not know the source 'Zanzibar'"
-    dummy = with_dummy_prefix()
+    dummy = with_dummy_prefix()  # and a space of one's own in front would be a token more
+    assert len(dummy(" king")["input_ids"]) == 2
     pairs = token_pairs(of(("king", "queen"), ("man", "king")), dummy)
     assert dummy.convert_ids_to_tokens(pairs.sources.tolist()) == ["▁king", "▁man"]
     assert word_tokens(tiny_tokenizer(), "w7") == [7]

@@ -90,6 +90,18 @@ def test_other_heads_and_a_scrambled_one_have_no_mapping():
         assert [p.name for p in mapping] == (known if planted else [])
 
 
+def test_what_every_direction_raises_is_no_pattern_of_a_head():
+    """Ten numbers with a large unembedding are the first targets of whatever is written."""
+    words = [(f"a{at}b", str(at)) for at in range(10)]
+    module: Any = build("llama")
+    with torch.no_grad():
+        module.lm_head.weight[TARGET : TARGET + 10] *= 50
+    model = hl.load(module, tokenizer=vocabulary(words))
+    for found in salient_operations(model):
+        assert {row.targets[0] for row in found.rows} <= {str(at) for at in range(10)}
+        assert "numbers" not in found.promotes.pattern
+
+
 # -- against dense formulas ----------------------------------------------------------------------
 
 

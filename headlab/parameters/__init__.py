@@ -9,6 +9,8 @@ Nothing here runs the model on a prompt, but for what is imported from ``on_prom
 from headlab.parameters.circuits import Circuits, circuits
 from headlab.parameters.composition import Composition, composition
 from headlab.parameters.copying import copying, eigenvalue_copying
+from headlab.parameters.describe import Description, Pattern, describe_mappings
+from headlab.parameters.describe_by_model import Describer
 from headlab.parameters.embeddings import EmbeddingKind, embed
 from headlab.parameters.factored import FactoredMatrix
 from headlab.parameters.maps import maps
@@ -33,7 +35,7 @@ from headlab.parameters.on_prompts.visit import Visit, visit
 from headlab.parameters.positions import positional_patterns, previous_token
 from headlab.parameters.relation_inputs import CONVENTIONS, Convention, RelationsLike
 from headlab.parameters.rotation import Distance
-from headlab.parameters.salient import SalientOperations, salient_operations
+from headlab.parameters.salient import SalientMapping, SalientOperations, salient_operations
 from headlab.parameters.singular_vectors import SingularVectors, singular_vectors
 from headlab.parameters.virtual_weights import (
     Channel,
@@ -54,6 +56,8 @@ __all__ = [
     "Circuits",
     "Composition",
     "Convention",
+    "Describer",
+    "Description",
     "Disruption",
     "Distance",
     "DistributedMemory",
@@ -64,8 +68,10 @@ __all__ = [
     "MappedRelation",
     "Maps",
     "MassiveValues",
+    "Pattern",
     "PromptScores",
     "RelationsLike",
+    "SalientMapping",
     "SalientOperations",
     "SignalEffect",
     "SingularVectors",
@@ -78,6 +84,7 @@ __all__ = [
     "circuits",
     "composition",
     "copying",
+    "describe_mappings",
     "disrupt",
     "disruption",
     "distributed_memory",

@@ -153,7 +153,6 @@ class _Tried:
 
 
 def _judged(tried: Sequence[_Tried], alpha: float) -> list[Pattern]:
-
     p = np.array(
         [
             poisson_binomial_tail(each.chances[None], np.array([each.hits.sum()]))[0]
