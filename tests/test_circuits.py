@@ -196,6 +196,24 @@ def test_latent_attention_says_why_it_has_no_matrices() -> None:
             read()
 
 
+def test_queries_that_weights_do_not_explain_are_refused() -> None:
+    module = build("llama")
+    mixing = torch.linalg.qr(torch.randn(60, 60, generator=torch.Generator().manual_seed(0))).Q
+    module.model.layers[1].self_attn.q_proj.register_forward_hook(
+        lambda part, args, out: out @ mixing
+    )
+    found = circuits(hl.load(module))
+    found.qk(0, 0)
+    with pytest.raises(UnsupportedError, match="queries of layer 1 of llama are not what"):
+        found.qk(1, 0)
+
+
+def test_a_bias_in_the_norm_of_queries_is_refused() -> None:
+    found = circuits(hl.load(build("phi", qk_layernorm=True)))
+    with pytest.raises(UnsupportedError, match="adds a bias"):
+        found.qk(0, 0)
+
+
 def test_layers_that_do_not_exist_are_refused() -> None:
     with pytest.raises(HeadError, match="layer 7 does not exist"):
         circuits(lab("llama")).ov(7)

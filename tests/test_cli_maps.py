@@ -45,6 +45,8 @@ def test_files_and_page(
     done = run("maps", tiny_folder, "-r", file, "--out", out)
     assert done.code == 0, done.err
     assert str(out / "maps.html") in done.out
+    claimed = maps(hl.load(str(tiny_folder)), str(file)).frame["claimed"].sum()
+    assert f"1 relation · {claimed} claim" in done.out
     assert Maps.from_json((out / "maps.json").read_text("utf-8")).names == ("mine",)
     page = (out / "maps.html").read_text("utf-8")
     assert "Operations in the weights of" in page

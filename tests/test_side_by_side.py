@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pandas as pd
 import pytest
 from scipy.stats import spearmanr
 from tiny_models import build, tiny_tokenizer
@@ -11,6 +12,7 @@ import headlab as hl
 from headlab import planted
 from headlab.errors import OutputError, UnsupportedError
 from headlab.report import side_by_side
+from headlab.report.side_by_side import _induction
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
@@ -58,6 +60,23 @@ def test_agreement_is_that_of_the_columns() -> None:
     again = side_by_side(model, scores, embedding="raw")
     assert again.agreement.equals(found.agreement)
     assert "AUC" in repr(found)
+
+
+def test_induction_by_weights_takes_both_a_previous_token_head_and_composition() -> None:
+    places = [(0, 0), (0, 1), (1, 0), (1, 1)]
+    before = pd.DataFrame(places, columns=["layer", "head"])
+    before["effect"] = [0.5, -0.2, 0.0, 0.0]
+    composed = pd.DataFrame(
+        [
+            ("K", "L0H0", "L1H0", 0.1),  # 0.5 · 0.1
+            ("K", "L0H1", "L1H0", 0.9),  # looks elsewhere
+            ("Q", "L0H0", "L1H1", 0.9),  # read by queries
+            ("K", "L0H0", "L1H1", -0.1),
+            ("K", "L0H1", "L1H1", 0.2),
+        ],
+        columns=["kind", "early", "late", "effect"],
+    )
+    np.testing.assert_allclose(_induction(before, composed), [0, 0, 0.05, 0])
 
 
 def test_what_is_missing_is_said() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -16,10 +18,26 @@ LENGTH = 7
 
 
 @pytest.mark.parametrize(
-    "family", ["llama", "gpt2", "gpt_neox", "opt", "mistral", "gemma2", "qwen3", "olmo2", "smollm3"]
+    ("family", "changes"),
+    [
+        *(
+            (family, {})
+            for family in (
+                "llama",
+                "gpt2",
+                "gpt_neox",
+                "opt",
+                "mistral",
+                "qwen3",
+                "olmo2",
+                "smollm3",
+            )
+        ),
+        ("gemma2", {"attn_logit_softcapping": 0.2}),
+    ],
 )
-def test_layer_0_has_the_softmax_of_its_mean_scores(family: str) -> None:
-    model = hl.load(build(family, vocab_size=96))
+def test_layer_0_has_the_softmax_of_its_mean_scores(family: str, changes: dict[str, Any]) -> None:
+    model = hl.load(build(family, vocab_size=96, **changes))
     facts = model.spec.layers[0]
     # A run of one token repeated gives its query and key at every position; layer 0 depends on nothing else.
     runs = torch.arange(96)[:, None].expand(-1, LENGTH)

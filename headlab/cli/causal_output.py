@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
+from headlab.cli.tables import counted
+
 if TYPE_CHECKING:
     import pandas as pd
 
@@ -43,7 +45,7 @@ def show_effects(
     if 2 * 0.5**n * len(frame) > _SMALLEST_P:
         enough = math.ceil(math.log2(2 * len(frame) / _SMALLEST_P))
         notes.append(
-            f"With {_counted(n, 'prompt')} none of {len(frame)} effects can pass correction by itself "
+            f"With {counted(n, 'prompt')} none of {len(frame)} effects can pass correction by itself "
             f"(q ≤ {_SMALLEST_P:g}); {enough} would do: give more with --data or --task."
         )
     notes.append(_MEANING)
@@ -51,7 +53,7 @@ def show_effects(
         model.name,
         f"{effects.about['metric']}: clean {effects.clean.mean():.4g}"
         + ("" if effects.corrupted is None else f", corrupted {effects.corrupted.mean():.4g}"),
-        f"{effects.about['site']}, {_counted(len(frame), 'intervention')}, {_counted(n, 'prompt')}",
+        f"{effects.about['site']}, {counted(len(frame), 'intervention')}, {counted(n, 'prompt')}",
     ]
     if prompts.out is not None:
         from headlab import plots
@@ -123,7 +125,7 @@ def show_circuit(
         model.name,
         f"{len(frame)} of {len(scored)} edges by {found.method}",
         f"{found.metric}: clean {about['clean']:.4g}, corrupted {about['corrupted']:.4g}",
-        _counted(len(given), "prompt"),
+        counted(len(given), "prompt"),
     ]
     notes = _circuit_notes(scored, found, own, curve)
     if prompts.out is not None:
@@ -201,7 +203,3 @@ def _prompts_table(model: Model, given: PromptPairs) -> PageTable:
             ]
     more = f" (the first {_SHOWN} of {len(given)})" if len(given) > _SHOWN else ""
     return PageTable.of(pd.DataFrame(columns), f"Prompts{more}")
-
-
-def _counted(n: int, what: str) -> str:
-    return f"{n} {what}{'' if n == 1 else 's'}"

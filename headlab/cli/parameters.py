@@ -116,10 +116,11 @@ def _check_multi_token(multi_token: str) -> None:
 
 
 def _print_maps(made: Maps, top: int) -> None:
-    from headlab.cli.tables import print_frame
+    from headlab.cli.tables import counted, print_frame
 
     frame = _claims(made)
-    facts = f"{made.about['model']} · {len(made.names)} relations · {len(frame)} claims"
+    n = counted(len(made.names), "relation")
+    facts = f"{made.about['model']} · {n} · {counted(len(frame), 'claim')}"
     print_frame(frame.head(top), facts, len(frame))
     for note in _notes(made):
         print(note)

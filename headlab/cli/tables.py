@@ -20,6 +20,11 @@ if TYPE_CHECKING:
     from headlab.roles import Role, Scores
 
 
+def counted(n: int, what: str) -> str:
+    """``1 prompt``, ``2 prompts``."""
+    return f"{n} {what}{'' if n == 1 else 's'}"
+
+
 def print_scores(scores: Scores, top: int) -> None:
     """The best heads of each role."""
     from headlab.roles import head_label
