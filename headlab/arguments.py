@@ -7,6 +7,7 @@ from numbers import Integral, Real
 from typing import Any
 
 from headlab.errors import PlanError
+from headlab.text import shown
 
 
 def whole_number(value: Any, name: str, least: int = 0) -> int:
@@ -16,7 +17,7 @@ def whole_number(value: Any, name: str, least: int = 0) -> int:
         PlanError: It is not one, or too small.
     """
     if not is_integer(value) or value < least:
-        raise PlanError(f"{name}={value!r:.60} must be a whole number of at least {least}")
+        raise PlanError(f"{name}={shown(value)} must be a whole number of at least {least}")
     return int(value)
 
 
@@ -27,7 +28,7 @@ def finite_number(value: Any, name: str) -> float:
         PlanError: It is not one.
     """
     if not is_finite(value):
-        raise PlanError(f"{name}={value!r:.60} must be a finite number")
+        raise PlanError(f"{name}={shown(value)} must be a finite number")
     return float(value)
 
 
@@ -45,9 +46,33 @@ def is_finite(value: Any) -> bool:
 
 
 def seed_number(seed: Any) -> int:
-    """A seed: a whole number of at least 0.
+    """A seed: a whole number from 0 to 2⁶³ − 1, which numpy and torch both take.
 
     Raises:
         PlanError: It is not one.
     """
-    return whole_number(seed, "seed")
+    if whole_number(seed, "seed") >= 1 << 63:
+        raise PlanError(f"seed={shown(seed)} must be below 2⁶³")
+    return int(seed)
+
+
+def count(value: Any, name: str, least: int = 1, most: int = 1_000_000) -> int:
+    """How many of something to draw or to take: a whole number that can be worked through.
+
+    Raises:
+        PlanError: It is not one, too small or too large.
+    """
+    if whole_number(value, name, least) > most:
+        raise PlanError(f"{name}={shown(value)} must be at most {most:,}")
+    return int(value)
+
+
+def rate(value: Any, name: str = "alpha") -> float:
+    """A false-discovery rate: above 0 and below 1.
+
+    Raises:
+        PlanError: It is not one.
+    """
+    if not is_finite(value) or not 0 < value < 1:
+        raise PlanError(f"{name}={shown(value)} must be a number above 0 and below 1")
+    return float(value)

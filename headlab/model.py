@@ -352,7 +352,7 @@ class Model:
             HeadError: An edit names a head that does not exist.
             PlanError: An edit cannot be carried out.
         """
-        with self._session.plain():
+        with self.plain():
             return tuple(bind(edit, self) for edit in edits)
 
     @property
@@ -364,6 +364,10 @@ class Model:
     def edits(self) -> tuple[BoundEdit, ...]:
         """The edits in force."""
         return self._session.edits
+
+    def plain(self) -> AbstractContextManager[None]:
+        """Lift edits until the block ends, to look at the model as it is."""
+        return self._session.plain()
 
     def alone(self) -> AbstractContextManager[None]:
         """Keep other threads off the model until the block ends; they get a PlanError."""

@@ -75,3 +75,14 @@ def p_among(
     """One-sided p-value of each value against draws of its null, ``(1 + #{draw ≥ value}) / (1 + draws)``; NaN stays."""
     at_least = len(null) - np.searchsorted(np.sort(null), values, side="left")
     return np.where(np.isnan(values), np.nan, (1 + at_least) / (1 + len(null)))
+
+
+def random_rotations(
+    n: int, width: int, rng: np.random.Generator
+) -> Float[np.ndarray, "n width width"]:
+    """Orthogonal matrices, uniform over all (Haar): QR of Gaussian ones, with the signs of R's diagonal taken out
+    (Mezzadri 2007); without that, their traces lean to one side.
+    """
+    q, r = np.linalg.qr(rng.standard_normal((n, width, width)))
+    turned: np.ndarray = q * np.sign(np.diagonal(r, axis1=1, axis2=2))[:, None]
+    return turned

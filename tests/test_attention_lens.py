@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -121,13 +122,68 @@ def test_training_lowers_the_divergence(rank: int | None):
     results, targets = ready(model, lens)
     trained = fit(lens, results, targets, epochs=60, rate=1e-2, batch=6, accumulate=1)
     assert len(trained.losses) == 120
-    found = check(trained, lens, results, targets, targets.double().exp().mean(0).log())
+    own = results, targets
+    found = check(trained, lens, own, own, targets.double().exp().mean(0).log())
+    assert found.training == pytest.approx((found.untrained.mean(), found.kl.mean()))
     assert found.kl.mean() < 0.2 * found.untrained.mean()
     assert found.untrained == pytest.approx(divergence(targets, lens.logits(results)).numpy())
     assert found.gain == pytest.approx((found.untrained - found.kl).mean())
     assert found.p_value < 0.01
     # Trained on these very prompts, it knows more than which tokens are common.
     assert found.beyond_prior > 0
+
+
+def test_a_lens_of_low_rank_learns_how_large_the_unembedding_is():
+    """The model predicts by a tenth of what W_U gives, of which no matrix of rank 1 can make a lens of full rank."""
+    model = opened()
+    lens = untrained_lens(model, "1.*", rank=1)
+    results, _ = ready(model, lens)
+    results = 20 * results
+    targets = (0.1 * lens.logits(results)).log_softmax(-1)
+    trained = fit(lens, results, targets, epochs=60, rate=1e-2, batch=12, accumulate=1)
+    assert trained.change["scale"].tolist() == pytest.approx([0.1] * model.spec.n_heads, abs=0.1)
+    assert trained.losses[-1] < 0.01 * trained.losses[0]
+    # What it begins as is the unembedding all the same, and heads still sum to the lens.
+    assert torch.allclose(lens.logits(results), results.sum(1) @ lens.unembedding)
+    assert torch.allclose(trained.per_head(results).sum(1), trained.logits(results))
+
+
+@pytest.mark.parametrize("size", [1, 100])
+def test_steps_of_low_rank_do_not_grow_with_what_heads_write(size: int):
+    model = opened()
+    lens = untrained_lens(model, "1.*", rank=4)
+    results, targets = ready(model, lens)
+    results = size * results
+    one = fit(lens, results, targets, epochs=1, rate=1e-2, batch=12, accumulate=1)
+    two = fit(one, results, targets, epochs=1, rate=1e-2, batch=12, accumulate=1)
+    moved = two.change["left"] - one.change["left"]
+    assert moved.any()
+    low = torch.einsum("phd,hdr->phr", results, moved)
+    assert float(low.abs().max()) < 3e-2  # at a rate of 0.01, whatever the size
+
+
+def test_training_that_diverges_says_so():
+    model = opened()
+    lens, found = train_lens(model, prompts(20), "1.*", rank=2, epochs=3, rate=100.0, accumulate=1)
+    assert found.diverged
+    assert "diverged: lower rate" in repr(found)
+    assert "no better than the model's mean distribution" in repr(found)
+    assert found.to_dict()["diverged"]
+    _, fine = train_lens(model, prompts(20), "1.*", rank=2, epochs=3, rate=1e-3)
+    assert not fine.diverged
+    assert "diverged" not in repr(fine)
+    # What the repr says first is the mean distribution, and how sure that is.
+    sure = replace(fine, beyond_prior=1.0, prior_ci=(0.1, 2.0))
+    assert "nats, better than the model's mean distribution (" in repr(sure)
+    assert "not surely better" in repr(replace(sure, prior_ci=(-0.1, 2.0)))
+    assert "no better" in repr(replace(sure, beyond_prior=-1.0, prior_ci=(-3.0, 0.1)))
+    # No numbers are no success.
+    assert replace(fine, training=(1.0, float("nan"))).diverged
+    # The lens the training left is measured on the prompts it was trained on, not on those kept back.
+    kept = torch.from_numpy(np.random.default_rng(0).permutation(20)[4:])
+    results, targets = captured(model, prompts(20)[kept], lens.heads, lens.vocabulary)
+    wanted = divergence(targets, lens.logits(results)).mean()
+    assert found.training[1] == pytest.approx(float(wanted))
 
 
 def test_held_out_prompts_are_not_trained_on():
@@ -177,6 +233,12 @@ def test_files_that_do_not_fit_are_refused(tmp_path: Path):
     lens.change["left"] = lens.change["left"][:, :5]
     with pytest.raises(OutputError, match="do not fit"):
         AttentionLens.load(lens.save(tmp_path / "cut.safetensors"), model)
+    with pytest.raises(PlanError, match="the path first and then the model"):
+        AttentionLens.load(model, path)  # type: ignore[arg-type]
+    with pytest.raises(PlanError, match="not int and Model"):
+        AttentionLens.load(3, model)  # type: ignore[arg-type]
+    with pytest.raises(PlanError, match="not str and str"):
+        AttentionLens.load(str(path), str(path))  # type: ignore[arg-type]
 
 
 def test_the_tokens_a_head_puts_first():

@@ -14,6 +14,7 @@ from torch import Tensor
 import headlab as hl
 from headlab.errors import HeadError, PlanError, UnsupportedError
 from headlab.parameters.circuits import circuits
+from headlab.parameters.embeddings import embed
 
 DECODERS = [name for name in CONFIGS if name not in (*MASKED, *ENCODER_DECODER)]
 READABLE = [name for name in DECODERS if name != "deepseek_v3"]
@@ -183,6 +184,15 @@ def test_rotating_layers_ask_for_a_distance_and_others_do_not() -> None:
     mixed.qk(still)
 
 
+def test_a_causal_layer_has_no_keys_behind_the_query_and_layers_go_by_number() -> None:
+    found = circuits(lab("llama"))
+    with pytest.raises(PlanError, match="key behind the query"):
+        found.qk(0, -1)
+    with pytest.raises(HeadError, match="'L1H2' is no layer"):
+        found.ov("L1H2")
+    assert repr(found) == "Circuits of llama: 2 layers, 2 of them rotating, norms folded in"
+
+
 @pytest.mark.parametrize("distance", ["near", [], 1.5, [[1]]])
 def test_distances_that_mean_nothing_are_refused(distance: Any) -> None:
     with pytest.raises(PlanError, match="must be a number of tokens"):
@@ -239,6 +249,33 @@ def test_cross_attention_has_no_one_matrix() -> None:
     cross = [layer.stack for layer in model.spec.layers].index("cross")
     with pytest.raises(UnsupportedError, match="from one stack to another"):
         found.qk(cross)
+
+
+def test_weights_are_what_they_are_under_any_edit() -> None:
+    model = lab("llama")
+    plain = circuits(model)
+    with model.edit(hl.scale("*.*", site="k", by=2.0), hl.scale("0.*", site="mlp_out", by=0.0)):
+        edited = circuits(model)
+        inside = embed(model, 1)
+    for layer in range(2):
+        torch.testing.assert_close(edited.qk(layer, 1).dense(), plain.qk(layer, 1).dense())
+    torch.testing.assert_close(inside, embed(model, 1))
+
+
+def test_pruned_heads_and_blank_embeddings_stop_nobody() -> None:
+    module = build("llama")
+    with torch.no_grad():
+        module.model.layers[1].self_attn.q_proj.weight[:10] = 0
+        module.get_input_embeddings().weight[97 // 2] = 0
+    found = circuits(hl.load(module))
+    assert not found.qk(1, 0)[0].dense().any()
+    assert found.qk(1, 0)[1].dense().any()
+    assert found.rotates(0)
+
+
+def test_heads_wider_than_the_model() -> None:
+    found = circuits(hl.load(build("llama", head_dim=64)), dtype=torch.float64)
+    assert found.qk(0, 3).shape == (6, 36, 36)
 
 
 def test_a_model_is_unchanged_after_its_circuits_are_read() -> None:

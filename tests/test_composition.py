@@ -10,7 +10,8 @@ from exact_models import exact
 import headlab as hl
 from headlab.errors import HeadError, PlanError, UnsupportedError
 from headlab.parameters.circuits import circuits
-from headlab.parameters.composition import KINDS, _tail_bound, composition
+from headlab.parameters.composition import KINDS, composition
+from headlab.parameters.composition_null import tail_bound
 from headlab.parameters.factored import FactoredMatrix
 from headlab.parameters.virtual_weights import (
     channel,
@@ -139,7 +140,7 @@ def test_the_bound_on_the_tail_is_the_product_formula_and_lies_above_the_tail():
     drawn = torch.einsum("ea,nab,klb->kenl", writes, q[:, :4].square(), reads).transpose(2, 3)
     for level in (0.5, 0.9, 0.99, 0.999):
         square = drawn.quantile(level, -1)
-        bound = _tail_bound(writes, reads, square, d, 0)
+        bound = tail_bound(writes, reads, square, d, 0)
         assert (bound >= (1 - level) * 0.97).all()
     mean = torch.linalg.svdvals(
         torch.randn(200, d, 5, generator=generator, dtype=torch.float64)

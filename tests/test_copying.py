@@ -79,8 +79,18 @@ def test_only_the_planted_head_copies_more_than_rotated_heads_do(family):
     assert (best["layer"], best["head"]) == (2, 1)
     assert best["kind"] == "copies"
     assert best["p_value"] <= 2 / 2001
+    assert best["claimed"]
     assert set(table["kind"]) == {"copies", ""}
     assert (table["kind"] == "copies").sum() == 1
+
+
+def test_a_significant_but_weak_leaning_is_not_claimed():
+    model = hl.load(planted.model())
+    every = copying(model, n_null=2000, min_effect=0.0)
+    strong = copying(model, n_null=2000, min_effect=1.01)
+    assert every["claimed"].sum() >= 1
+    assert not strong["claimed"].any()
+    assert strong["q_value"].equals(every["q_value"])
 
 
 def test_a_head_of_the_opposite_sign_anti_copies():
@@ -94,12 +104,49 @@ def test_a_head_of_the_opposite_sign_anti_copies():
     assert row["p_value"].item() <= 2 / 2001
 
 
+def test_the_null_of_narrow_heads_has_mean_zero():
+    """Rotations that are not uniform would lean to one side in heads of few dimensions."""
+    module = build("llama", hidden_size=24, head_dim=4, tie_word_embeddings=True)
+    with torch.no_grad():
+        for layer in module.model.layers:
+            wide = torch.randn(24, 24)
+            layer.self_attn.v_proj.weight.copy_(wide[:8])
+            layer.self_attn.o_proj.weight.copy_(torch.cat([wide[:4]] * 3 + [wide[4:8]] * 3).T)
+    table = copying(hl.load(module, tokenizer=tiny_tokenizer()), fold_norm=False, n_null=2000)
+    assert table["score"].min() > 0.99  # every head copies
+    assert abs(table["null_mean"][0]) < 0.05
+
+
+def test_nan_in_one_head_is_its_own_alone():
+    clean, module = copying(tiny("llama"), n_null=50), build("llama")
+    with torch.no_grad():
+        module.model.layers[0].self_attn.o_proj.weight[0, :10] = float("nan")
+    table = copying(hl.load(module, tokenizer=tiny_tokenizer()), n_null=50)
+    assert table["score"].isna().tolist() == [True] + [False] * 11
+    assert "NaN" in table["note"][0]
+    np.testing.assert_allclose(table["score"][1:], clean["score"][1:])
+    assert table["p_value"][1:].notna().all()
+
+
+def test_rows_beyond_the_tokenizer_do_not_count():
+    module = build("llama", vocab_size=120)
+    before = copying(hl.load(module, tokenizer=tiny_tokenizer()), n_null=20)["score"]
+    with torch.no_grad():
+        module.get_input_embeddings().weight[97:] = 5.0
+        module.get_output_embeddings().weight[97:] = float("nan")
+    np.testing.assert_allclose(
+        copying(hl.load(module, tokenizer=tiny_tokenizer()), n_null=20)["score"], before
+    )
+
+
 def test_the_null_is_drawn_by_seed_and_wrong_arguments_are_refused():
     first, again = (copying(tiny("llama"), n_null=20, seed=4) for _ in range(2))
     assert first.equals(again)
     assert first["null_mean"][0] != copying(tiny("llama"), n_null=20, seed=5)["null_mean"][0]
     with pytest.raises(PlanError, match="n_null"):
         copying(tiny("llama"), n_null=0)
+    with pytest.raises(PlanError, match="alpha"):
+        copying(tiny("llama"), alpha=2)
     with pytest.raises(PlanError, match="'raw' or 'unit'"):
         copying(tiny("llama"), embedding="bare")
     with pytest.raises(UnsupportedError, match="multi-head latent attention"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -164,6 +165,26 @@ def test_effects_are_those_of_single_runs():
     assert np.isnan(frame.loc["smallest", "beyond_control"])
     assert (frame["q_value"] >= frame["p_value"] - 1e-12).all()
     json.loads(found.to_json())
+    row = frame.loc["largest"]
+    assert f"effect {row['effect']:.3g} [{row['ci_low']:.3g}, {row['ci_high']:.3g}], q " in repr(
+        found
+    )
+    # A random model knows none of the answers, which the log-probabilities show and other metrics need not.
+    clean = found.values["mine"][0].mean()
+    assert clean < -3
+    logits = model.logits(ids())[[0, 1], [LENGTHS[0] - 1, LENGTHS[1] - 1]].mean(0)
+    least, most = int(logits.argmin()), int(logits.argmax())
+    assert f"the unedited model hardly does this (mean log-probability {clean:.3g} nats" in repr(
+        found
+    )
+    other = Behaviour(
+        "mine", "contextual", prompts, hl.metrics.logit_difference([least, least], [most, most])
+    )
+    unlike = disruption(model, [other], kinds=("largest",))
+    assert unlike.values["mine"][0].mean() < -3
+    assert not unlike.about["note"]
+    own = replace(other, metric=lambda logits, rows: logits[:, least])  # a user's function
+    assert not disruption(model, [own], kinds=("largest",)).about["note"]
     with pytest.raises(PlanError, match="no behaviour 'yours'"):
         found.contrast("mine", "yours")
 
@@ -179,6 +200,7 @@ def test_losing_a_planted_key_costs_what_needs_the_context_alone():
     found = disruption(model, [context, weights], count=40)
     frame = found.frame.set_index(["behaviour", "which"])
     assert frame.loc[("repeated tokens", "largest"), "clean"] > -1
+    assert "repeated tokens" not in found.about["note"]
     assert frame.loc[("repeated tokens", "largest"), "effect"] < -1
     assert frame.loc[("repeated tokens", "largest"), "q_value"] < 0.05
     contrast = found.contrast("repeated tokens", "first tokens")

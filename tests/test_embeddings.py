@@ -10,8 +10,9 @@ from tiny_models import build
 from torch import Tensor
 
 import headlab as hl
+from headlab import planted
 from headlab.errors import PlanError, PromptError, UnsupportedError
-from headlab.parameters.embeddings import embed
+from headlab.parameters.embeddings import doubt, embed
 
 IDS = torch.tensor([5, 11, 40])
 
@@ -79,6 +80,15 @@ def test_the_model_is_as_it_was_also_after_a_failure() -> None:
         embed(model, 1, IDS, "first")  # type: ignore[arg-type]
     assert not any(part._forward_hooks or part._forward_pre_hooks for part in module.modules())
     assert torch.equal(model.logits([[5, 6, 7]]), before)
+
+
+def test_doubt_is_said_where_the_first_mlp_writes_next_to_nothing() -> None:
+    for family in ("llama", "gpt2"):
+        model = hl.load(planted.model(family=family))
+        assert "embedding='raw'" in doubt(model)
+        assert doubt(model, "raw") == ""
+        assert doubt(hl.load(build(family))) == ""
+    assert doubt(hl.load(build("bert"))) == ""
 
 
 def test_models_without_an_mlp_to_read_say_so() -> None:

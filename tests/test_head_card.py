@@ -16,6 +16,13 @@ from headlab import planted
 from headlab.errors import HeadError, PlanError, PromptError
 from headlab.parameters import maps
 from headlab.roles.base import RoleError
+from headlab.tasks.relations import Relation
+
+
+def words_of(n: int) -> Relation:
+    pairs = tuple((f"w{at}", f"w{at + 1}") for at in range(4, n - 1))
+    return Relation("next", "given", "the next", pairs)
+
 
 PARTS = ("operations", "scores", "salient", "directions", "composition", "behaviour", "causal")
 
@@ -80,8 +87,33 @@ def test_scores_at_hand_are_used_and_foreign_ones_refused() -> None:
     pd.testing.assert_frame_equal(card.behaviour, own.reset_index(drop=True))
     assert card.scores.iloc[1]["what"].startswith("previous token")
     big = hl.load(planted.model(n_heads=8))
-    with pytest.raises(PlanError, match="have no row of L1H7"):
+    with pytest.raises(PlanError, match="score it anew"):
         hl.head_card(big, "L1H7", relations=[], scores=scores, causal=False)
+
+
+def test_maps_of_other_weights_are_refused() -> None:
+    relation = words()
+    mapped = maps(implementing("llama", {(1, 2): token_map(relation)}), relation)
+    other = implementing("llama", {(1, 1): token_map(relation)})
+    with pytest.raises(PlanError, match="other weights"):
+        hl.head_card(other, "1.2", mapped=mapped, roles=[], causal=False)
+
+
+def test_a_short_context_and_a_small_vocabulary_have_cards_too() -> None:
+    model = hl.load(build("gpt2", n_positions=20, vocab_size=24), tokenizer=tiny_tokenizer(24))
+    relation = words_of(24)
+    card = hl.head_card(model, "0.1", relations=[], roles=[], causal=False)
+    assert len(card.scores) == 2
+    mapped = maps(model, relation, min_pairs=5, k=2)
+    assert len(hl.head_card(model, "0.1", mapped=mapped, roles=[], causal=False).salient) == 24
+
+
+def test_hostile_text_is_made_visible() -> None:
+    relation = words(name="red\x1b[31m")
+    model = hl.load(build("llama"), tokenizer=tiny_tokenizer())
+    card = hl.head_card(model, "0.1", relations=[relation], roles=[], causal=False)
+    assert "\x1b" not in repr(card)
+    assert "\x1b" not in card._repr_html_()
 
 
 def test_as_json_text_and_html(planted_card) -> None:
@@ -122,7 +154,7 @@ def test_what_a_model_cannot_give_is_said() -> None:
         causal=False,
     )
     assert all(getattr(card, part).empty for part in PARTS)
-    assert len(card.notes) == 4
+    assert len(card.notes) == 6
     assert all("latent attention" in note for note in card.notes)
     assert "No operations" in repr(card)
 

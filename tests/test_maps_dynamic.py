@@ -96,6 +96,26 @@ def test_a_planted_head_does_on_prompts_what_its_weights_say(family):
     assert f"r = {found.r('without_context'):.2f}" in repr(found)
 
 
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_a_planted_suppressing_head_lowers_targets_on_prompts(family):
+    relation = words()
+    model = implementing(family, {(0, 1): -token_map(relation)})
+    found = maps(model, relation, k=1)
+    down = dynamic_scores(model, found, relation, direction="suppresses", templates=TEMPLATES)
+    up = dynamic_scores(model, found, relation, templates=TEMPLATES)
+    ours = "layer == 0 and head == 1"
+    assert (down.frame.query(ours)["static"] == 1).all()
+    assert (down.frame.query(ours)["without_context"] == 1).all()
+    assert (up.frame.query(ours)[["static", "without_context"]] == 0).all(axis=None)
+    assert down.r("without_context") > 0.9
+    assert down.about["direction"] == "suppresses"
+    assert "which heads suppress the target" in repr(down)
+    assert "which heads promote the target" in repr(up)
+    half = replace(found, about=found.about | {"directions": ["promotes"]})
+    with pytest.raises(PlanError, match="'suppresses' was not mapped"):
+        dynamic_scores(model, half, relation, direction="suppresses")
+
+
 def test_correlation_with_what_never_happens_is_nan(lab):
     relation = words(31)
     found = maps(lab("llama"), relation, k=1)
@@ -185,6 +205,10 @@ def test_accuracy_goes_with_the_heads_of_a_relation_and_not_with_random_ones():
     targets = token_pairs(one, model.tokenizer).targets
     assert rows.loc["top", "accuracy"] == pytest.approx((guessed == targets).float().mean().item())
     assert "CausalCheck of one" in repr(check)
+    assert (check.about["controls"], check.about["note"]) == (["other"], "")
+    alone = causal_check(model, found, one, sizes=[1], n_random=1, prompts="template")
+    assert alone.about["controls"] == []
+    assert "no control relation: of those mapped none" in repr(alone)
 
 
 def test_examples_are_other_pairs_of_the_relation():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from typing import Any
 
@@ -15,7 +16,7 @@ from tiny_models import build
 import headlab as hl
 from headlab.attention import rope_pairs
 from headlab.errors import PlanError, PromptError, UnsupportedError
-from headlab.parameters.on_prompts.massive_values import massive_values
+from headlab.parameters.on_prompts.massive_values import _ratio_intervals, massive_values
 from headlab.tasks import prose, prose_windows
 
 FAMILIES = ("llama", "gpt2", "gpt_neox", "gemma2", "gpt_oss", "qwen3", "deepseek_v3")
@@ -88,8 +89,35 @@ def test_a_planted_outlier_is_the_only_hit_and_stands_in_its_pair(
     )
     assert found.frame["matched"].all()  # query head 2 shares key head 0
     assert (found.frame["ratio"] > 5).all()
-    assert (found.frame["ci_low"] <= found.frame["ratio"] * 1.05).all()
+    assert (found.frame["ci_low"] <= found.frame["ratio"]).all()
+    assert (found.frame["ci_high"] >= found.frame["ratio"]).all()
     assert found.massive("q", 1).sum() == 1
+
+
+def test_the_interval_holds_a_ratio_that_is_below_every_prompts_own():
+    """Two prompts whose small dimensions are other ones: over both there are more of these, and the ratio is less."""
+    each = np.array([[[10.0, 1, 0]], [[10.0, 0, 1]]])
+    own = 10 / (11 / 3)
+    both = np.sqrt(200) / ((np.sqrt(200) + 2) / 3)
+    assert both < own - 0.09
+    low, high = _ratio_intervals(each, np.array([0]), seed=0)
+    assert (low[0, 0], high[0, 0]) == pytest.approx((both, own))
+
+
+@pytest.mark.parametrize("n", [2, 5])
+def test_the_interval_is_of_the_ratio_shown(n: int):
+    """Prompts of unequal length: M over all of them is not the mean of theirs."""
+    model = with_outlier("llama", 4)
+    found = massive_values(model, prompts([40, 6, 9, 25, 12][:n]), sites=("q",))
+    (row,) = found.frame.to_dict("records")
+    each = found.prompt_norms["q", 1][:, 2]
+    draws = itertools.product(range(n), repeat=n)
+    sizes = [np.sqrt((each[list(draw)] ** 2).sum(0)) for draw in draws]
+    ratios = [size[4] / size.mean() for size in sizes]
+    low, high = np.percentile(ratios, [2.5, 97.5])
+    assert (row["ci_low"], row["ci_high"]) == pytest.approx((low, high), abs=0.15 * (high - low))
+    assert row["ci_low"] <= row["ratio"] <= row["ci_high"]
+    assert row["n"] == n
 
 
 def test_heads_of_other_groups_do_not_match():

@@ -12,6 +12,7 @@ from jsonschema import Draft202012Validator
 from real_model import smollm2
 from tiny_models import tiny_tokenizer
 from tiny_tokenizers import byte_level, with_dummy_prefix
+from tokenizers import normalizers
 
 from headlab.errors import PromptError
 from headlab.planted.words import tokenizer as planted_tokenizer
@@ -188,6 +189,20 @@ def test_words_that_become_one_token_are_told_apart_no_more():
     assert len(token_pairs(of(("king", "king")), planted)) == 1  # copying is meant
 
 
+def test_words_that_are_nothing_to_a_tokenizer_are_left_out():
+    """é has no byte in a small byte-level vocabulary, and a normaliser may drop zero-width characters."""
+    dropping = with_dummy_prefix()
+    backend = dropping.backend_tokenizer
+    backend.normalizer = normalizers.Sequence(
+        [normalizers.Replace("\u200b", ""), backend.normalizer]
+    )
+    for tokens, word in ((byte_level(), "é"), (dropping, "\u200b"), (byte_level(), "\ud800")):
+        assert word_tokens(tokens, word) == []
+    pairs = token_pairs(of(("é", "king"), ("king", "queen")), byte_level())
+    assert pairs.words == (("king", "queen"),)
+    assert pairs.left_out[0][1] == "the tokenizer does not know the source 'é'"
+
+
 def test_no_tokenizer_or_policy_is_said():
     with pytest.raises(PromptError, match="need a model with a tokenizer"):
         token_pairs(of(("a", "b")), None)
@@ -244,6 +259,25 @@ def test_what_cannot_be_used_is_said_in_one_sentence(case: str, form: str, tmp_p
     with pytest.raises(RecordError, match=said) as error:
         given_relations(source)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"source": "king", "target": "queen"}\n{"source": "a", "target": "b"}\n',
+        '["king", "queen"]\n["a", "b"]\n',
+        '[["king", "queen"], ["a", "b"]]',
+    ],
+)
+def test_a_pair_on_each_line_is_said_to_be_no_relation(tmp_path: Path, text: str):
+    path = tmp_path / "pairs.jsonl"
+    path.write_text(text, "utf-8")
+    with pytest.raises(RecordError, match=r"one record \(a line .*\) is one whole relation"):
+        given_relations(path)
+    path.write_text(json.dumps(RECORD | {"k": 0}), "utf-8")
+    with pytest.raises(RecordError, match="less than the minimum") as error:
+        given_relations(path)
+    assert "one whole relation" not in str(error.value)
 
 
 def test_files_that_are_not_json_are_said(tmp_path: Path):

@@ -19,6 +19,7 @@ from headlab.report.side_by_side import _induction
 def test_the_planted_heads_lead_both_columns(family: str) -> None:
     model = hl.load(planted.model(family=family))
     found = side_by_side(model, embedding="raw", n_prompts=12)
+    assert not found.notes
     frame = found.frame.set_index(["layer", "head"])
     for weights, role, head in (
         ("copying_weights", "copying", (2, 1)),
@@ -77,6 +78,15 @@ def test_induction_by_weights_takes_both_a_previous_token_head_and_composition()
         columns=["kind", "early", "late", "effect"],
     )
     np.testing.assert_allclose(_induction(before, composed), [0, 0, 0.05, 0])
+
+
+def test_a_first_mlp_that_writes_nothing_is_noted() -> None:
+    model = hl.load(planted.model())
+    scores = hl.score(model, ["copying", "previous_token", "induction"], n_prompts=4)
+    found = side_by_side(model, scores)
+    (note,) = found.notes
+    assert "embedding='raw'" in note
+    assert note in repr(found)
 
 
 def test_what_is_missing_is_said() -> None:

@@ -215,6 +215,42 @@ def test_an_induction_head_is_traced_to_the_previous_token_head(family):
     # The previous-token head was followed from there.
     followed = graph.edges.query("head == 'L1H0' and depth == 1")
     assert set(followed["prompt"]) == set(range(12))
+    assert "an edge on 12 of the 12 prompt(s) where L2H1 was traced" in repr(graph)
+    assert (graph.starts["firings"] == 1).all()
+    assert "not fire" not in repr(graph)
+
+
+def test_heads_that_do_not_fire_say_how_much_they_attended():
+    model = hl.load(exact("llama"))
+    pattern = model.trace(IDS, keep=hl.keep.tensors("pattern")).tensor("pattern", 1)[0, 3]
+    for destination in (None, -2):
+        graph = trace_heads(model, IDS, "L1H3", destination=destination, least_attention=0.9)
+        seen = pattern.clone()
+        seen[:, 0] = 0
+        if destination is not None:
+            seen[[row for row in range(9) if row != 7]] = 0
+        i, j = divmod(int(seen.argmax()), 9)
+        (start,) = graph.starts.to_dict("records")
+        assert (start["destination"], start["source"], start["firings"]) == (i, j, 0)
+        assert start["attention"] == pytest.approx(float(pattern[i, j]))
+        assert not len(graph.edges)
+        assert (
+            f"L1H3 does not fire: its attention to any token but the first is at most {pattern[i, j]:.2f} "
+            f"(prompt 0, {i} to {j}), below least_attention=0.9"
+        ) in repr(graph)
+    low = trace_heads(model, IDS, "1.*", least_attention=1e-6)
+    for row in low.starts.to_dict("records"):
+        head = Head(1, int(row["head"][3:]))
+        found = scores("llama").firing(head, row["destination"], row["source"])
+        assert (row["attention"], row["score"]) == pytest.approx((found.attention, found.score))
+    # Position 1 sees one token beside the first: itself.
+    below = next(h for h in range(6) if scores("llama").firing(Head(1, h), 1, 1).score < 0)
+    graph = trace_heads(model, IDS, f"1.{below}", destination=1, least_attention=1e-6)
+    assert "(prompt 0, 1 to 1), but the score is -" in repr(graph)
+    high = trace_heads(model, IDS, "L1H3", least_attention=0.01, min_share=1e6)
+    assert "fires, but no part has a share of 1e+06" in repr(high)
+    only = trace_heads(model, IDS[:, :1], "L1H3")
+    assert "no source but the first token" in repr(only)
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])

@@ -70,6 +70,55 @@ def test_only_the_planted_previous_token_head_is_claimed(family: str) -> None:
     assert (claimed["score"] <= claimed["ci_high"]).all()
 
 
+def test_nan_in_one_head_is_its_own_alone() -> None:
+    module = build("llama")
+    with torch.no_grad():
+        module.model.layers[1].self_attn.q_proj.weight[0] = float("nan")
+    table = previous_token(hl.load(module), length=8, n_tokens=32, n_null=50)
+    clean = previous_token(hl.load(build("llama")), length=8, n_tokens=32, n_null=50)
+    assert table.index[table["score"].isna()].tolist() == [6]
+    assert "NaN" in table["note"][6]
+    assert table["p_value"].notna().sum() == 11
+    np.testing.assert_allclose(table["score"].drop(6), clean["score"].drop(6))
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_float64_models_and_edits_in_force(family: str) -> None:
+    model = hl.load(build(family).double())
+    options = {"length": 6, "n_tokens": 32, "n_null": 20}
+    plain = previous_token(model, **options)
+    with model.edit(hl.scale("*.*", site="k", by=0.0), hl.scale("0.*", site="resid_pre", by=3.0)):
+        edited = previous_token(model, **options)
+    np.testing.assert_allclose(plain["score"], edited["score"])
+    single = previous_token(hl.load(build(family)), **options)
+    np.testing.assert_allclose(plain["score"], single["score"], atol=1e-5)
+
+
+def test_chunks_and_sinks_are_said() -> None:
+    chunked = previous_token(hl.load(build("llama4_text")), length=10, n_tokens=32, n_null=20)
+    assert "within chunks of 6 tokens" in chunked["note"][0]
+    assert chunked["score"][0] != chunked["score"][0]
+    short = previous_token(hl.load(build("llama4_text")), length=6, n_tokens=32, n_null=20)
+    assert short["score"].notna().all()
+    sinks = previous_token(hl.load(build("gpt_oss")), length=6, n_tokens=32, n_null=20)
+    assert sinks["note"].str.contains("learned sink").all()
+
+
+def test_p_values_are_uniform_in_every_layer_of_random_models() -> None:
+    p = np.concatenate(
+        [
+            previous_token(hl.load(build("gpt2", seed=seed)), length=12, n_tokens=48, n_null=200)[
+                ["p_value"]
+            ].to_numpy()
+            for seed in range(12)
+        ],
+        1,
+    )  # [head of both layers, model]
+    for layer in (p[:3], p[3:]):
+        assert 0.3 < layer.mean() < 0.7
+        assert (layer < 0.1).mean() < 0.3
+
+
 def test_same_seed_same_table() -> None:
     model = hl.load(build("llama"))
     first, again = (previous_token(model, length=8, n_tokens=32, n_null=20) for _ in range(2))

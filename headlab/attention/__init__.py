@@ -2,10 +2,11 @@
 
 from headlab.attention import keep
 from headlab.attention.ablations import ablate
+from headlab.attention.chunks import attention_chunks
 from headlab.attention.edits import Edit, Where, add, apply, patch, replace, scale
 from headlab.attention.heads import Head, HeadsLike, parse_heads
 from headlab.attention.keep import Keep
-from headlab.attention.rope import RopePairs, contributions, frequencies, rope_pairs
+from headlab.attention.rope import RopePairs, contributions, frequencies, plain_token, rope_pairs
 from headlab.attention.trace import Trace
 
 __all__ = [
@@ -19,11 +20,13 @@ __all__ = [
     "ablate",
     "add",
     "apply",
+    "attention_chunks",
     "contributions",
     "frequencies",
     "keep",
     "parse_heads",
     "patch",
+    "plain_token",
     "replace",
     "rope_pairs",
     "scale",

@@ -23,6 +23,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from headlab.attention import keep
+from headlab.errors import UnsupportedError
 
 if TYPE_CHECKING:
     from headlab.model import Model
@@ -67,7 +68,7 @@ def rope_pairs(model: Model) -> dict[int, RopePairs]:
     if model.spec.positions != "rope" or not known:
         return {}
     length = min(_REPEATS, model.spec.max_context or _REPEATS)
-    ids = torch.full((1, length), model.spec.n_vocab // 2)
+    ids = torch.full((1, length), plain_token(model))
     trace = model.trace(ids, keep=keep.tensors("k"), logits="none")
     found: dict[int, RopePairs] = {}
     for layer, about in enumerate(model.spec.layers):
@@ -83,6 +84,17 @@ def rope_pairs(model: Model) -> dict[int, RopePairs]:
             # Under a sink logit later layers see more of the token as it is repeated more often.
             found[layer] = near
     return found
+
+
+def plain_token(model: Model) -> int:
+    """A token to repeat: the first from the middle of the vocabulary on that the embedding gives a direction."""
+    middle = model.spec.n_vocab // 2
+    try:
+        rows = model.weights.W_E[middle:]
+    except UnsupportedError:
+        return middle
+    usable = (rows.isfinite().all(1) & (rows != 0).any(1)).nonzero()
+    return middle + int(usable[0]) if len(usable) else middle
 
 
 def contributions(

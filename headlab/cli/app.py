@@ -255,5 +255,7 @@ def main() -> None:
 
 
 def _fail(sentence: str) -> None:
-    print(f"headlab: {sentence}", file=sys.stderr)
+    from headlab.text import printable
+
+    print(f"headlab: {printable(sentence)}", file=sys.stderr)
     raise SystemExit(2)

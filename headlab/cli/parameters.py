@@ -10,11 +10,20 @@ import typer
 from headlab.cli.options import EMBEDDED, Device, Dtype, Json, Model_, Revision, Trust
 
 if TYPE_CHECKING:
+    import pandas as pd
+
     from headlab.parameters import Maps
     from headlab.report import HeadCard
 
 Text = Optional[str]  # noqa: UP045  # typer reads annotations at run time
 Folder = Optional[Path]  # noqa: UP045
+
+
+_STAND_INS = {
+    "auto": "its embedding in layer 0, the first MLP's output above",
+    "raw": "its embedding",
+    "mlp": "the first MLP's output",
+}
 
 
 def maps(
@@ -64,7 +73,7 @@ def maps(
     from headlab.parameters.embeddings import is_raw
     from headlab.parameters.relation_inputs import named_relations
 
-    chosen = named_relations([part for given in relations for part in _names(given)])
+    chosen = named_relations(relations)
     is_raw(cast(Any, embedding), 0)
     _check_multi_token(multi_token)
     if out is not None:
@@ -83,13 +92,15 @@ def maps(
             alpha=alpha,
             tell=tell,
         )
+        if out is not None:
+            _write(out, made, None)  # the card may yet fail
         if heads is not None and len(made.frame[["layer", "head"]].drop_duplicates()) == 1:
             from headlab.report import head_card
 
             card = head_card(
                 found, heads, mapped=made, roles=[], causal=False, alpha=alpha, seed=seed, tell=tell
             )
-    if out is not None:
+    if out is not None and card is not None:
         _write(out, made, card)
     if json:
         print(made.to_json() if card is None else card.to_json())
@@ -99,13 +110,6 @@ def maps(
         _print_maps(made, top)
     if out is not None and not json:
         print((out / "maps.html").resolve())
-
-
-def _names(given: str) -> list[str]:
-    """Names joined by commas; a path is one."""
-    if Path(given).suffix in (".json", ".jsonl"):
-        return [given]
-    return [part.strip() for part in given.split(",")]
 
 
 def _check_multi_token(multi_token: str) -> None:
@@ -119,8 +123,11 @@ def _print_maps(made: Maps, top: int) -> None:
     from headlab.cli.tables import counted, print_frame
 
     frame = _claims(made)
+    if frame.empty:
+        frame = _shown(made.top(None, 5))
+        print("No head is claimed for any relation; the highest above chance:")
     n = counted(len(made.names), "relation")
-    facts = f"{made.about['model']} · {n} · {counted(len(frame), 'claim')}"
+    facts = f"{made.about['model']} · {n} · {counted(int(made.frame['claimed'].sum()), 'claim')}"
     print_frame(frame.head(top), facts, len(frame))
     for note in _notes(made):
         print(note)
@@ -136,9 +143,15 @@ def _print_card(card: HeadCard) -> None:
         print(note)
 
 
-def _claims(made: Maps) -> Any:
-    """Claimed heads, the largest effects first."""
-    rows = made.frame[made.frame["claimed"]].sort_values("effect", ascending=False, kind="stable")
+def _claims(made: Maps) -> pd.DataFrame:
+    """Claimed heads, those farthest above chance first."""
+    return _shown(
+        made.frame[made.frame["claimed"]].sort_values("effect", ascending=False, kind="stable")
+    )
+
+
+def _shown(rows: pd.DataFrame) -> pd.DataFrame:
+    """Rows of maps as people read them."""
     named = [f"L{layer}H{head}" for layer, head in zip(rows["layer"], rows["head"], strict=True)]
     interval = [
         f"{low:.2f}–{high:.2f}" for low, high in zip(rows["ci_low"], rows["ci_high"], strict=True)
@@ -151,7 +164,6 @@ def _claims(made: Maps) -> Any:
         "score",
         "interval",
         "n",
-        "k",
         "null_mean",
         "q_value",
     ]
@@ -163,8 +175,11 @@ def _claims(made: Maps) -> Any:
 def _notes(made: Maps) -> list[str]:
     notes = [
         f"score: share of a relation's pairs whose target is among the k tokens the head raises (lowers) most for the "
-        f"source; claimed at q ≤ {made.about['alpha']:g} over heads and {made.about['min_effect']:g} above chance."
+        f"source; claimed at q ≤ {made.about['alpha']:g}, corrected over the heads mapped, and "
+        f"{made.about['min_effect']:g} above chance. Sorted by score above chance.",
+        f"What stands for a source: {_STAND_INS[made.about['embedding']]}.",
     ]
+    notes += [f"Doubt: {made.about['doubt']}."] if made.about["doubt"] else []
     notes += [f"{relation.name} was skipped: {relation.skipped}." for relation in made.skipped]
     unread = made.frame.loc[made.frame["note"] != "", "note"].unique()
     return notes + [str(note) for note in unread[:5]]
@@ -179,12 +194,11 @@ def _write(out: Path, made: Maps, card: HeadCard | None) -> None:
     facts = [
         made.about["model"],
         f"{len(made.names)} relations",
-        f"what stands for a token: {made.about['embedding']}",
     ]
-    tables = [PageTable.of(_claims(made), "Claimed operations, largest effect first", 400)]
+    tables = [PageTable.of(_claims(made), "Claimed operations, farthest above chance first", 400)]
     notes = _notes(made)
-    if card is not None:
-        tables, notes = list(card.tables()), [*notes, *card.notes]
+    if card is not None:  # which corrects over its own rows, and says so
+        tables, notes = list(card.tables()), [*notes[1:], *card.notes]
     title = f"Operations in the weights of {made.about['model'] if card is None else f'{card.head} of {card.model}'}"
     files = {"maps.json": made.to_json() + "\n"}
     if card is not None:

@@ -11,6 +11,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from headlab.text import printable
+
 if TYPE_CHECKING:
     import pandas as pd
 
@@ -23,6 +25,11 @@ if TYPE_CHECKING:
 def counted(n: int, what: str) -> str:
     """``1 prompt``, ``2 prompts``."""
     return f"{n} {what}{'' if n == 1 else 's'}"
+
+
+def number(value: float) -> str:
+    """Four digits; of numbers too small to tell apart only that they are."""
+    return "<1e-99" if 0 < value < 1e-99 else f"{value:.4g}"
 
 
 def print_scores(scores: Scores, top: int) -> None:
@@ -66,10 +73,15 @@ def print_frame(frame: pd.DataFrame, title: str, total: int) -> None:
     console = Console()
     console.print(title, markup=False, highlight=False)
     table = Table(box=None)
-    for column in frame.columns:
-        table.add_column(escape(str(column)), justify="right", overflow="fold")
+    for column, kind in frame.dtypes.items():
+        # A number that is broken over two lines is read as another number.
+        table.add_column(
+            escape(str(column)), justify="right", overflow="fold", no_wrap=kind.kind in "iufb"
+        )
     for row in frame.itertuples(index=False):
-        cells = [f"{value:.4g}" if isinstance(value, float) else str(value) for value in row]
+        cells = [
+            number(value) if isinstance(value, float) else printable(str(value)) for value in row
+        ]
         table.add_row(*map(escape, cells))
     console.print(table)
     if total > len(frame):
@@ -79,13 +91,13 @@ def print_frame(frame: pd.DataFrame, title: str, total: int) -> None:
 def print_table(table: PageTable) -> None:
     """A table of a page."""
     console = Console()
-    console.print(table.caption, style="bold", markup=False, highlight=False)
-    shown = Table(box=None)
+    console.print(printable(table.caption), style="bold", markup=False, highlight=False)
+    made = Table(box=None)
     for column in table.columns:
-        shown.add_column(escape(column), justify="right", overflow="fold")
+        made.add_column(escape(column), justify="right", overflow="fold")
     for row in table.rows:
-        shown.add_row(*map(escape, row))
-    console.print(shown)
+        made.add_row(*(escape(printable(cell)) for cell in row))
+    console.print(made)
 
 
 def print_models(models: Sequence[KnownModel], as_json: bool) -> None:

@@ -116,6 +116,7 @@ def _checked_relations(file: Path, model: str | None) -> str:
     Raises:
         HeadlabError: It cannot.
     """
+    from headlab.parameters.relation_inputs import MIN_PAIRS
     from headlab.tasks import RecordError, given_relations, token_pairs
 
     given = given_relations(file)
@@ -130,7 +131,13 @@ def _checked_relations(file: Path, model: str | None) -> str:
         raise RecordError(
             f"no pair of {file} is a single token on both sides for {model}: {pairs[0].said()}"
         )
-    return "\n".join([said, *(each.said(len(each.left_out)) for each in pairs)])
+    lines = [said, *(each.said(len(each.left_out)) for each in pairs)]
+    few = [each.relation.name for each in pairs if len(each) < MIN_PAIRS]
+    if few:
+        lines.append(
+            f"maps skips relations of fewer than {MIN_PAIRS} pairs unless --min-pairs says otherwise: {', '.join(few)}"
+        )
+    return "\n".join(lines)
 
 
 class _Reached(Exception):  # not an error

@@ -25,7 +25,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from headlab.attention import keep, rope_pairs
+from headlab.attention import keep, plain_token, rope_pairs
 from headlab.attention.input_norms import input_norms
 from headlab.errors import HeadError, PlanError, UnsupportedError
 from headlab.model import Model
@@ -54,11 +54,13 @@ class Circuits:
         self.model = model
         self.dtype = dtype
         self.fold = fold
-        self._norms = input_norms(model)
+        with model.plain():  # weights are what they are under any edit
+            self._norms = input_norms(model)
         #: How layers rotate; None where one does in a way that cannot be made out.
         self._rotations: dict[int, Rotation | None] = {}
         self._faults: dict[int, str] = {}
-        self._look()
+        with model.plain():
+            self._look()
 
     @property
     def n_layers(self) -> int:
@@ -76,6 +78,7 @@ class Circuits:
             HeadError: There is no such layer.
             UnsupportedError: The weights cannot be read.
         """
+        self._check(layer)
         weights = self.model.weights
         value = self._expand(layer, self._through_norm(layer, weights.W_V(layer)))
         return FactoredMatrix(value, self._written(layer, weights.W_O(layer).to(value)))
@@ -87,6 +90,7 @@ class Circuits:
             HeadError: There is no such layer.
             UnsupportedError: The weights cannot be read.
         """
+        self._check(layer)
         weights = self.model.weights
         W_V = weights.W_V(layer).to(self.dtype)
         value = self._expand(layer, self._bias(layer, W_V, weights.b_V(layer)))
@@ -151,7 +155,7 @@ class Circuits:
             maps = self._maps(layer, qk_norm=False)
         finally:
             self.fold = fold
-        u = self.reads(layer, x)
+        u = self.reads(layer, x.to(self.dtype))
         u = torch.cat([u, torch.ones_like(u[..., :1])], -1)
         made = []
         for full, norm in zip(maps, self.model.weights.qk_norm(layer), strict=True):
@@ -181,7 +185,21 @@ class Circuits:
                 f"layer {layer} of {self.model.name} turns queries and keys by position, so its W_QK has no meaning "
                 "without a distance: give distance=0, another number of tokens, several, or 'mean'"
             )
+        if self.model.spec.layers[layer].causal and rotation.distances(distance).min() < 0:
+            raise PlanError(
+                f"distance={distance!r} has the key behind the query, which a causal layer never sees; count from 0"
+            )
         return rotation.turn(q, distance)
+
+    def products(
+        self, layer: int, q: Float[Tensor, "*any d_head"], k: Float[Tensor, "*any d_head"], n: int
+    ) -> Float[Tensor, "*any n"]:
+        """q · k at distances 0 … n − 1, of queries and keys before rotation; errors as :meth:`turned`."""
+        self.turned(layer, q, 0)
+        rotation = self._rotations.get(layer)
+        if rotation is None:
+            return (q * k).sum(-1, keepdim=True).expand(*q.shape[:-1], n)
+        return rotation.by_distance(q, k, n)
 
     def rotates(self, layer: int) -> bool:
         """Whether the layer turns q and k by position (RoPE)."""
@@ -285,7 +303,17 @@ class Circuits:
     def _decoder_only(self) -> bool:
         return all(facts.stack == "decoder" for facts in self.model.spec.layers)
 
+    def __repr__(self) -> str:
+        spec = self.model.spec
+        turning = f", {len(self._rotations)} of them rotating" if self._rotations else ""
+        folded = "norms folded in" if self.fold else "bare weights"
+        return f"Circuits of {spec.name}: {spec.n_layers} layers{turning}, {folded}"
+
     def _check(self, layer: int) -> None:
+        if isinstance(layer, bool) or not hasattr(layer, "__index__"):
+            raise HeadError(
+                f"{layer!r:.60} is no layer; give its number, and pick the head from the result, as in ov(18)[6]"
+            )
         if not 0 <= layer < self.n_layers:
             raise HeadError(
                 f"layer {layer} does not exist: {self.model.name} has layers 0–{self.n_layers - 1}"
@@ -303,7 +331,7 @@ class Circuits:
         plan = [keep.tensors("q", "k")]
         if self._decoder_only:
             plan.append(keep.tensors("resid_pre"))
-        ids = torch.full((1, length), spec.n_vocab // 2)
+        ids = torch.full((1, length), plain_token(self.model))
         encoder_decoder = self.model.module.config.is_encoder_decoder
         trace = self.model.trace(
             ids, keep=plan, logits="none", decoder=ids if encoder_decoder else None
@@ -341,7 +369,11 @@ class Circuits:
                 self._rotations[layer] = replace(rotation, factor=scaled)
                 ours_q, ours_k = ours_q * scaled, ours_k * scaled
         for name, ours, seen in (("queries", ours_q, q), ("keys", ours_k, k)):
-            if bool(torch.cosine_similarity(ours, seen, dim=-1).min() < _COSINE):
+            # Of a pruned head both are zero; NaN is told by whoever computes with it.
+            alike = torch.cosine_similarity(ours, seen, dim=-1) >= _COSINE
+            nothing = (ours.norm(dim=-1) == 0) & (seen.norm(dim=-1) == 0)
+            unknown = ours.isnan().any(-1) | seen.isnan().any(-1)
+            if not bool((alike | nothing | unknown).all()):
                 self._faults[layer] = (
                     f"{name} of layer {layer} of {self.model.name} are not what its projections and norms make of the "
                     "stream, so its QK circuit cannot be read from them"

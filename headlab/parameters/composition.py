@@ -33,7 +33,7 @@ Norms are folded into the matrices; sizes that depend on the token are no part o
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -42,10 +42,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from headlab.arguments import count, seed_number
 from headlab.attention import Head
 from headlab.errors import PlanError, UnsupportedError
 from headlab.parameters.circuits import Circuits, Distance, circuits
-from headlab.parameters.factored import FactoredMatrix
+from headlab.parameters.composition_null import deviation, rotations, tail_bound
+from headlab.parameters.rotation import check_distance
 from headlab.statistics import corrected
 
 if TYPE_CHECKING:
@@ -54,17 +56,14 @@ if TYPE_CHECKING:
     from headlab.model import Model
 
 KINDS = ("Q", "K", "V")
-_DRAWS_AT_ONCE = 32
-_MEAN_DRAWS = 32
-_TERMS = 400
-_FACTORS = (0.2, 0.4, 0.6, 0.8, 0.9, 0.95, 0.98)
 #: Entries of a block of the product of all heads of two layers, at most.
 _BUDGET = 1 << 25
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Composition:
-    """Composition scores of all pairs of heads; NaN where the second head lies in no later layer.
+    """Composition scores of all pairs of heads; NaN where the second head lies in no later layer, or where
+    :attr:`notes` say why a head has none.
 
     Every array is [kind, layer, head, later layer, later head], kinds in the order Q, K, V.
 
@@ -72,12 +71,14 @@ class Composition:
         model: Name of the model.
         scores: Elhage et al.'s scores, 0 … 1.
         null_mean: Mean score of the pair under random rotations of what the earlier head writes.
-        z: How many standard deviations of the null the squared score lies above its mean, in closed form.
+        z: How many standard deviations of the null the squared score lies above its mean, in closed form; NaN
+            where all singular values of a head are alike, d_model of them, and rotations change nothing.
         p_value: How often random rotations reach this score: (1 + hits) / (1 + draws), or below that the bound.
         q_value: p corrected for all pairs and kinds.
         baseline: Root mean square score of random matrices, 1 / √d_model.
         distance: Distance between query and key that W_QK was taken at.
         draws: Random rotations.
+        notes: Heads without scores on some side, or on all, and why: ``{"L0H3": "W_OV is zero"}``.
     """
 
     model: str
@@ -89,6 +90,7 @@ class Composition:
     baseline: float
     distance: Distance
     draws: int
+    notes: dict[str, str] = field(default_factory=dict)
 
     @cached_property
     def frame(self) -> pd.DataFrame:
@@ -127,7 +129,7 @@ class Composition:
 
     def __repr__(self) -> str:
         lines = [
-            f"Composition of {self.model}: {int((~np.isnan(self.scores[0])).sum())} pairs of heads, baseline "
+            f"Composition of {self.model}: {int((~np.isnan(self.scores)).any(0).sum())} pairs of heads, baseline "
             f"{self.baseline:.3g}, distance {self.distance}, {self.draws} rotations"
         ]
         for kind in KINDS:
@@ -135,6 +137,12 @@ class Composition:
             lines.append(
                 f"  {kind}: "
                 + ", ".join(f"{row.early} → {row.late} {row.score:.3f}" for row in top)
+            )
+        if self.notes:
+            head, why = next(iter(self.notes.items()))
+            more = " …" if len(self.notes) > 1 else ""
+            lines.append(
+                f"  heads that lack scores, {len(self.notes)} in notes: {head} ({why}){more}"
             )
         return "\n".join(lines)
 
@@ -159,11 +167,11 @@ def composition(
         tell: Told how far it is.
 
     Raises:
-        PlanError: There are fewer than two layers, or draws is no whole number of at least 1.
-        UnsupportedError: Layers read different streams (encoder-decoder models), or weights cannot be read.
+        PlanError: There are fewer than two layers, or an argument is out of range.
+        UnsupportedError: Layers read different streams (encoder-decoder models), or no pair of heads has weights that
+            can be read and are numbers other than zero.
     """
-    if isinstance(draws, bool) or not isinstance(draws, int) or draws < 1:
-        raise PlanError(f"draws={draws!r} must be a whole number of at least 1")
+    draws, seed = count(draws, "draws"), seed_number(seed)
     made = model if isinstance(model, Circuits) else circuits(model)
     spec = made.model.spec
     if len({facts.stack for facts in spec.layers}) > 1:
@@ -171,6 +179,7 @@ def composition(
             f"{spec.name} ({spec.family}) has two stacks with a stream each, so its heads compose through more than "
             "one matrix; composition needs one stack of layers"
         )
+    check_distance(distance, all(facts.causal for facts in spec.layers))
     if spec.n_layers < 2:
         raise PlanError(f"{spec.name} has one layer, so no head comes after another")
     sides = [_sides(made, layer, distance) for layer in range(spec.n_layers)]
@@ -184,12 +193,18 @@ def composition(
             block = _squares(sides[early].writes, sides[late].reads)
             rows, columns = slice(*starts[early : early + 2]), slice(*starts[late : late + 2])
             square[:, rows, columns] = block.double().cpu()
+    sound = torch.cat([side.sound for side in sides], 1)
+    square[~(sound[:1, :, None] & sound[1:, None])] = torch.nan
+    notes = _notes(sides)
+    if bool(square.isnan().all()):
+        why = "; ".join(list(dict.fromkeys(notes.values()))[:3])
+        raise UnsupportedError(f"no two heads of {spec.name} have a composition: {why}")
     writes = _padded([side.write_shares for side in sides])
     reads = torch.stack([_padded([side.read_shares[kind] for side in sides]) for kind in range(3)])
-    mean, hits = _rotations(writes, reads, square, spec.d_model, draws, seed, tell)
-    z = (square - 1 / spec.d_model) / _deviation(writes, reads, spec.d_model)
+    mean, hits = rotations(writes, reads, square, spec.d_model, draws, seed, tell)
+    z = (square - 1 / spec.d_model) / deviation(writes, reads, spec.d_model)
     p = (1 + hits) / (1 + draws)
-    bound = _tail_bound(writes, reads, square, spec.d_model, seed)
+    bound = tail_bound(writes, reads, square, spec.d_model, seed)
     p = torch.where(hits == 0, torch.minimum(p, bound), p)
     p[square.isnan()] = mean[square.isnan()] = torch.nan
     q = corrected(p.numpy())
@@ -207,6 +222,7 @@ def composition(
         spec.d_model**-0.5,
         distance,
         draws,
+        notes,
     )
 
 
@@ -218,29 +234,64 @@ class _Sides:
         writes: S Vᵀ of W_OV, [head, rank, d_model].
         reads: U S of W_QK, of its transpose and of W_OV, each [head, d_model, rank].
         write_shares, read_shares: Their squared singular values, which sum to 1, [head, rank].
+        sound: Which heads have them, [4, head]: what writes, and what reads as Q, K and V. All is zero for the others.
+        why: Why a head lacks some, empty where it does not.
     """
 
     writes: Tensor
     reads: tuple[Tensor, ...]
     write_shares: Tensor
     read_shares: tuple[Tensor, ...]
+    sound: Tensor
+    why: list[str]
 
 
 def _sides(made: Circuits, layer: int, distance: Distance) -> _Sides:
-    ov_read, ov_share, ov_write = _unit_svd(made.ov(layer))
-    query, qk_share, key = _unit_svd(made.qk(layer, distance))
+    ov_read, ov_share, ov_write, ov_why = _unit_svd(made, layer, "W_OV", distance)
+    query, qk_share, key, qk_why = _unit_svd(made, layer, "W_QK", distance)
     writes = ov_share.sqrt()[..., None] * ov_write.mT
     pairs = ((query, qk_share), (key, qk_share), (ov_read, ov_share))
     reads = tuple(side * share.sqrt()[:, None] for side, share in pairs)
-    return _Sides(writes, reads, ov_share, (qk_share, qk_share, ov_share))
+    ov, qk = ([not text for text in why] for why in (ov_why, qk_why))
+    why = [
+        "; ".join(dict.fromkeys(text for text in both if text))
+        for both in zip(ov_why, qk_why, strict=True)
+    ]
+    sound = torch.tensor([ov, qk, qk, ov])
+    return _Sides(writes, reads, ov_share, (qk_share, qk_share, ov_share), sound, why)
 
 
-def _unit_svd(matrix: FactoredMatrix) -> tuple[Tensor, Tensor, Tensor]:
-    """U, the shares s² / Σ s², and V; a matrix of zeros has shares of zero."""
+def _unit_svd(
+    made: Circuits, layer: int, name: str, distance: Distance
+) -> tuple[Tensor, Tensor, Tensor, list[str]]:
+    """U, the shares s² / Σ s², V, and why heads have none, which have zeros then."""
+    heads, d = made.model.spec.layers[layer].n_heads, made.model.spec.d_model
+    try:
+        matrix = made.ov(layer) if name == "W_OV" else made.qk(layer, distance)
+    except UnsupportedError as error:
+        nothing = torch.zeros(heads, d, 1, dtype=made.dtype, device=made.model.device)
+        return nothing, nothing[:, 0], nothing, [str(error)] * heads
     u, s, vh = matrix.svd()
     square = s.double() ** 2
-    share = square / square.sum(-1, keepdim=True).clamp(min=torch.finfo(torch.float64).tiny)
-    return u, share.to(u), vh.mT
+    why = ["" if 0 < size < np.inf else _fault(name, size) for size in square.sum(-1).tolist()]
+    sound = torch.tensor([not text for text in why], device=u.device)
+    share = torch.where(sound[:, None], square / square.sum(-1, keepdim=True), 0)
+    each = sound[:, None, None]
+    return torch.where(each, u, 0), share.to(u), torch.where(each, vh.mT, 0), why
+
+
+def _fault(name: str, size: float) -> str:
+    return f"{name} is zero" if size == 0 else f"{name} holds NaN or infinity"
+
+
+def _notes(sides: list[_Sides]) -> dict[str, str]:
+    """What is wrong with which head."""
+    return {
+        str(Head(layer, head)): why
+        for layer, side in enumerate(sides)
+        for head, why in enumerate(side.why)
+        if why
+    }
 
 
 def _squares(
@@ -262,88 +313,6 @@ def _squares(
         ]
         found.append(torch.cat(parts))
     return torch.stack(found)
-
-
-def _deviation(
-    writes: Float[Tensor, "head rank"], reads: Float[Tensor, "kind head rank"], d: int
-) -> Float[Tensor, "kind head head2"]:
-    """Standard deviation of the squared score under rotations."""
-    early = writes.double().square().sum(-1) - 1 / d
-    late = reads.double().square().sum(-1) - 1 / d
-    variance = 2 * early[:, None] * late[:, None] / ((d - 1) * (d + 2))
-    return variance.clamp(min=1e-300).sqrt()
-
-
-def _rotations(
-    writes: Float[Tensor, "head rank"],
-    reads: Float[Tensor, "kind head rank2"],
-    square: Float[Tensor, "kind head head2"],
-    d: int,
-    draws: int,
-    seed: int,
-    tell: Callable[[str], None],
-) -> tuple[Float[Tensor, "kind head head2"], Float[Tensor, "kind head head2"]]:
-    """Mean score of each pair over random rotations, and how many of them reach the pair's own squared score.
-
-    In the singular vectors of both heads a rotation is a block T of a random orthogonal matrix, and the squared score
-    is Σ_ij share_i T_ij² share′_j.
-    """
-    generator = torch.Generator().manual_seed(seed)
-    kinds, heads, width = reads.shape
-    own = square.to(writes).nan_to_num(nan=torch.inf)
-    flat = reads.reshape(kinds * heads, width)
-    mean, hits = torch.zeros(square.shape), torch.zeros(square.shape)
-    for start in range(0, draws, _DRAWS_AT_ONCE):
-        n = min(_DRAWS_AT_ONCE, draws - start)
-        normal = torch.randn(n, d, width, generator=generator).to(writes)
-        turned = _orthonormal(normal)[:, : writes.shape[1]].square()
-        for block in turned:
-            drawn = (writes @ block @ flat.T).view(heads, kinds, heads).transpose(0, 1)
-            mean += drawn.sqrt().cpu()
-            hits += (drawn >= own * (1 - 1e-6)).cpu()
-        if start % (8 * _DRAWS_AT_ONCE) == 0:
-            tell(f"{start + n} of {draws} random rotations")
-    return mean.double() / draws, hits.double()
-
-
-def _tail_bound(
-    writes: Float[Tensor, "head rank"],
-    reads: Float[Tensor, "kind head rank2"],
-    square: Float[Tensor, "kind head head2"],
-    d: int,
-    seed: int,
-) -> Float[Tensor, "kind head head2"]:
-    """Chernoff's bound of the module's docstring, at the best of a few λ.
-
-    With f = 2 λ a_1 b_1 / c² the logarithm of the product is Σ_m f^m / 2m · Σ_i (a_i / a_1)^m · Σ_j (b_j / b_1)^m, and
-    what is cut off after M terms is less than f^(M + 1) / (2 (M + 1) (1 − f)) times the last two sums.
-    """
-    generator = torch.Generator().manual_seed(seed)
-    rank = min(reads.shape[-1], d)
-    normal = torch.randn(_MEAN_DRAWS, d, rank, generator=generator, dtype=torch.float64)
-    mean = torch.linalg.eigvalsh(normal.mT @ normal).clamp(min=0).sqrt().mean()
-    largest = [shares.double().max(-1).values.clamp(min=1e-300) for shares in (writes, reads)]
-    powers = torch.arange(1, _TERMS + 1, dtype=torch.float64, device=writes.device)
-    sums = [
-        torch.stack([(shares.double() / top[..., None]).pow(m).sum(-1) for m in powers], -1)
-        for shares, top in zip((writes, reads), largest, strict=True)
-    ]
-    x = square * float(mean**2) / (2 * largest[0][:, None] * largest[1][:, None, :]).cpu()
-    best = torch.zeros_like(square)
-    for f in _FACTORS:
-        weight = f**powers / (2 * powers)
-        product = torch.einsum("em,klm->kel", sums[0] * weight, sums[1])
-        last = torch.einsum("e,kl->kel", sums[0][..., -1], sums[1][..., -1])
-        product += last * f ** (_TERMS + 1) / (2 * (_TERMS + 1) * (1 - f))
-        best = torch.minimum(best, product.cpu() - f * x)
-    return best.exp().clamp(min=1e-300)
-
-
-def _orthonormal(normal: Float[Tensor, "draw d rank"]) -> Float[Tensor, "draw d rank"]:
-    """Random orthonormal columns, uniform over all such: QR with positive diagonal (Mezzadri 2007)."""
-    q, r = torch.linalg.qr(normal)
-    signs: Tensor = q * r.diagonal(dim1=-2, dim2=-1).sign()[:, None]
-    return signs
 
 
 def _padded(shares: list[Tensor]) -> Float[Tensor, "head rank"]:

@@ -20,9 +20,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from headlab.arguments import count, finite_number, rate, seed_number
 from headlab.errors import PlanError, UnsupportedError
 from headlab.parameters.factored import FactoredMatrix
-from headlab.statistics import corrected, p_among
+from headlab.parameters.relation_inputs import vocabulary_size
+from headlab.statistics import corrected, p_among, random_rotations
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -30,6 +32,9 @@ if TYPE_CHECKING:
     from headlab.model import Model
 
 Embedding: TypeAlias = Literal["raw", "unit"]
+
+#: Distance from the null at which a head is said to copy, or to do the opposite.
+MIN_EFFECT = 0.5
 
 _TOKENS = 8192
 
@@ -68,8 +73,9 @@ def copying(
     embedding: Embedding = "raw",
     fold_norm: bool = True,
     centre: bool = False,
-    n_null: int = 2000,
+    n_null: int = 5000,
     alpha: float = 0.05,
+    min_effect: float = MIN_EFFECT,
     seed: int = 0,
 ) -> pd.DataFrame:
     """:func:`eigenvalue_copying` of each head against heads whose values are rotated at random before their output.
@@ -80,12 +86,14 @@ def copying(
         n_null: Heads to draw, with replacement, and rotate; all heads are held to all draws. No p-value is below
             twice 1 / (n_null + 1).
         alpha: False-discovery rate at which heads are claimed.
+        min_effect: How far from the mean of the null a claimed head is at least: rotated heads lie so close to 0 that
+            a weak leaning is as significant as a strong one.
         seed: Seed of the draws.
 
     Returns:
         Columns ``layer, head, score, n`` (eigenvalues), ``null_mean, effect, p_value`` (two-sided), ``q_value``,
-        ``kind`` (``"copies"``, ``"anti-copies"`` or ``""``) and ``note``. Weights are no sample, so there is no
-        interval.
+        ``claimed``, ``kind`` (of claimed heads: ``"copies"`` or ``"anti-copies"``) and ``note``. Weights are no
+        sample, so there is no interval.
 
     Raises:
         UnsupportedError: The model has no embedding or unembedding that can be read, or no head's values can.
@@ -93,8 +101,8 @@ def copying(
     """
     import pandas as pd
 
-    if n_null < 1:
-        raise PlanError(f"n_null={n_null!r} must be at least 1")
+    n_null, alpha, seed = count(n_null, "n_null"), rate(alpha), seed_number(seed)
+    min_effect = finite_number(min_effect, "min_effect")
     spec = model.spec
     circuit = _token_circuit(model, embedding, fold_norm, centre)
     if circuit is None:
@@ -113,9 +121,15 @@ def copying(
             continue
         scores[layer, : facts.n_heads] = _ratio(values, outputs)
         widths[layer, : facts.n_heads] = facts.d_value
-        parts += zip(values, outputs, strict=True)
+        for head, pair in enumerate(zip(values, outputs, strict=True)):
+            if not np.isnan(scores[layer, head]):
+                parts.append(pair)
+            elif all(bool(part.isfinite().all()) for part in pair):
+                why[layer, head] = "its OV circuit is 0"
+            else:
+                why[layer, head] = "its weights, or the embeddings, hold NaN or infinity"
     if not parts:
-        raise UnsupportedError(why[0, 0])
+        raise UnsupportedError(f"no head of {model.name} can be scored: {why[0, 0]}")
     null = _rotated(parts, n_null, seed)
     mean = null.mean()
     p = np.minimum(1, 2 * np.minimum(p_among(scores, null), p_among(-scores, -null)))
@@ -125,6 +139,7 @@ def copying(
     ]
     at = tuple(np.array(rows).T)
     kind = np.where(scores > mean, "copies", "anti-copies")
+    claimed = (q <= alpha) & (np.abs(scores - mean) >= min_effect)
     return pd.DataFrame(
         {
             "layer": at[0],
@@ -135,7 +150,8 @@ def copying(
             "effect": (scores - mean)[at],
             "p_value": p[at],
             "q_value": q[at],
-            "kind": np.where(q <= alpha, kind, "")[at],
+            "claimed": claimed[at],
+            "kind": np.where(claimed, kind, "")[at],
             "note": why[at],
         }
     )
@@ -152,7 +168,7 @@ def _token_circuit(
         w_e, w_u = weights.W_E, weights.W_U
     except UnsupportedError:
         return None
-    n = min(len(w_e), w_u.shape[1])  # either may be padded
+    n = vocabulary_size(model)  # rows beyond the tokenizer's are padding
     mean = w_u[:, :n].double().mean(1, keepdim=True) if centre else 0.0
     circuit = torch.zeros(len(w_u), len(w_u), dtype=torch.float64, device=w_e.device)
     for at in range(0, n, _TOKENS):
@@ -196,8 +212,7 @@ def _rotated(heads: list[tuple[Tensor, Tensor]], n: int, seed: int) -> Float[np.
         *np.unique(rng.integers(len(heads), size=n), return_counts=True), strict=True
     ):
         values, outputs = heads[head]
-        draws = rng.standard_normal((times, len(outputs), len(outputs)))
-        turns = torch.from_numpy(np.linalg.qr(draws)[0]).to(values)
+        turns = torch.from_numpy(random_rotations(times, len(outputs), rng)).to(values)
         found.append(_ratio(values @ turns, outputs.expand(times, -1, -1)))
     null = np.concatenate(found)
     return null[~np.isnan(null)]

@@ -25,6 +25,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
+from headlab.arguments import rate
 from headlab.errors import PlanError
 from headlab.parameters.relation_significance import poisson_binomial_tail
 from headlab.parameters.token_classes import class_shares, classes_of, is_listed, word_of
@@ -129,8 +130,7 @@ def describe_mappings(
     Raises:
         PlanError: alpha is no number between 0 and 1, or a mapping has no target.
     """
-    if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not 0 < alpha < 1:
-        raise PlanError(f"alpha={alpha!r:.60} must be a number above 0 and below 1")
+    alpha = rate(alpha)
     for source, targets in mappings:
         if not targets:
             raise PlanError(f"mapping of {source!r} has no target; give at least one")

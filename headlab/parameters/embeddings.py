@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from headlab.errors import PlanError, PromptError
+from headlab.errors import PlanError, PromptError, UnsupportedError
 from headlab.model import Model
 from headlab.models.blocks import stream_of
 
@@ -24,6 +24,9 @@ from headlab.models.blocks import stream_of
 EmbeddingKind = Literal["auto", "raw", "mlp"]
 
 _BATCH = 1024
+#: A first MLP whose output is shorter than this share of the embedding says nothing of tokens. Real ones write more
+#: than they read.
+_FAINT, _SAMPLED = 0.01, 256
 
 
 class _Done(Exception):
@@ -73,6 +76,30 @@ def embed(
     return torch.cat([_first_mlp(model, part).to(wide) for part in ids.split(_BATCH)])
 
 
+def doubt(model: Model, kind: EmbeddingKind = "auto") -> str:
+    """Why what stands for tokens above layer 0 may hold nothing of them; empty where it is fine.
+
+    A first MLP that writes next to nothing, as in a model that was built or trained without need of it, still gives
+    rows, and through a norm they look like any others.
+    """
+    if is_raw(kind, 1):
+        return ""
+    n = len(model.weights.W_E)
+    ids = torch.arange(0, n, max(1, n // _SAMPLED))
+    try:
+        size = embed(model, 1, ids, kind).norm(dim=-1).mean()
+    except UnsupportedError:
+        return ""  # who reads above layer 0 is told
+    own = embed(model, 0, ids, "raw").norm(dim=-1).mean() * model.weights.embed_scale
+    share = float(size / own.clamp(min=1e-30))
+    if share >= _FAINT:
+        return ""
+    return (
+        f"the first MLP of {model.name} writes {100 * share:.2g} % of the length of what it reads, so above layer 0 "
+        "its output hardly stands for a token; embedding='raw' reads with rows of W_E instead"
+    )
+
+
 @torch.no_grad()
 def _first_mlp(model: Model, ids: Int[Tensor, " token"]) -> Float[Tensor, "token d_model"]:
     """``MLP_0(norm(W_E))`` of some tokens, each by itself: block 0 runs on W_E with its attention giving nothing.
@@ -105,9 +132,10 @@ def _first_mlp(model: Model, ids: Int[Tensor, " token"]) -> Float[Tensor, "token
             output.register_forward_hook(leaves),
         ):
             stack.callback(handle.remove)
+        stack.enter_context(model.plain())
         with suppress(_Done):
             model.trace(ids[:, None], logits="none")
     return kept[0]
 
 
-__all__ = ["EmbeddingKind", "embed", "is_raw"]
+__all__ = ["EmbeddingKind", "doubt", "embed", "is_raw"]

@@ -32,9 +32,11 @@ from torch import Tensor
 
 from headlab.attention import Head, HeadsLike, parse_heads
 from headlab.errors import UnsupportedError
-from headlab.parameters.embeddings import EmbeddingKind, embed, is_raw
-from headlab.parameters.maps_result import MAPS_COLUMNS, MappedRelation, Maps
+from headlab.parameters.embeddings import EmbeddingKind, doubt, embed, is_raw
+from headlab.parameters.maps_document import MAPS_COLUMNS, MappedRelation, is_claimed
+from headlab.parameters.maps_result import Maps
 from headlab.parameters.relation_inputs import (
+    MIN_PAIRS,
     RelationsLike,
     check_model,
     check_options,
@@ -75,7 +77,7 @@ def maps(
     embedding: EmbeddingKind = "auto",
     suppression: bool = True,
     multi_token: Literal["skip", "ends"] = "skip",
-    min_pairs: int = 30,
+    min_pairs: int = MIN_PAIRS,
     alpha: float = 0.05,
     min_effect: float = MIN_EFFECT,
     tell: Callable[[str], None] = lambda text: None,
@@ -84,12 +86,13 @@ def maps(
 
     Args:
         model: A decoder-only model with a tokenizer.
-        relations: ``"all"`` shipped ones, names of them, relations, or a path to the user's own.
+        relations: ``"all"`` shipped ones, names of them, also joined by commas, relations, the user's own as records or
+            a path to these, or a list of such.
         heads: The heads to map, all by default; p-values are corrected over these.
         k: Tokens a target counts among, for every relation; by default a relation's own k, else the convention's.
         convention: A key of :data:`CONVENTIONS`, or ``"auto"`` for the one of the model's family.
-        embedding: What stands for a source, ``"auto"`` for the convention's: see
-            :data:`~headlab.parameters.embeddings.EmbeddingKind`.
+        embedding: What stands for a source: ``"raw"``, rows of W_E; ``"mlp"``, the first MLP's output; ``"auto"``, the
+            convention's, which for most is raw in layer 0 and the first MLP's output above.
         suppression: Whether to score the tokens lowered most too.
         multi_token: What becomes of words of several tokens: see :func:`headlab.tasks.token_pairs`.
         min_pairs: Relations with fewer pairs left are skipped.
@@ -100,10 +103,10 @@ def maps(
     Raises:
         PromptError: There is no tokenizer, no such relation, or no relation has enough pairs.
         HeadError: A head does not exist.
-        PlanError: An option is not valid.
+        PlanError: An option is not valid, or edits are in force on the model.
         UnsupportedError: The model is no decoder, or no head's weights can be read.
     """
-    check_options(min_pairs, alpha, min_effect, k)
+    min_pairs, alpha, min_effect, k = check_options(min_pairs, alpha, min_effect, k)
     check_model(model)
     held, chosen = convention_of(model.spec, convention)
     kind = chosen.embedding if embedding == "auto" else embedding
@@ -126,6 +129,7 @@ def maps(
         "fingerprint": model.fingerprint,
         "convention": held,
         "embedding": kind,
+        "doubt": doubt(model, kind) if any(head.layer for head in wanted) else "",
         "directions": list(directions),
         "n_vocab": n_vocab,
         "padding_left_out": model.spec.n_vocab - n_vocab,
@@ -191,6 +195,7 @@ def _count(
             raw = is_raw(kind, layer)
             if raw not in stand_ins:
                 stand_ins[raw] = embed(model, layer, torch.from_numpy(sources), kind)
+            _check_stand_ins(model, layer, sources, stand_ins[raw])
             z = values_of_tokens(model, layer, here, stand_ins[raw])
             W_O = model.weights.W_O(layer)[[head.head for head in here]]
         except UnsupportedError as error:
@@ -207,6 +212,19 @@ def _count(
                 for count, places in zip(counts, rows, strict=True):
                     count.add(direction, heads.index(each), found[places])
     return notes
+
+
+def _check_stand_ins(
+    model: Model, layer: int, tokens: Int[np.ndarray, " token"], x: Float[Tensor, "token d_model"]
+) -> None:
+    wrong = (~x.isfinite().all(1)).nonzero()[:, 0].tolist()
+    if wrong:
+        text = model.tokenizer.convert_ids_to_tokens(int(tokens[wrong[0]]))
+        more = f" and for {len(wrong) - 1} more" if len(wrong) > 1 else ""
+        raise UnsupportedError(
+            f"what stands for token {int(tokens[wrong[0]])} ({text!r:.40}){more} in layer {layer} of {model.name} "
+            "holds NaN or infinity"
+        )
 
 
 def values_of_tokens(
@@ -268,8 +286,7 @@ def _table(
                 "k": relation.k,
                 "effect": effect,
                 "q_value": q,
-                # A null mean is a sum of shares: rounding must not decide.
-                "claimed": (q <= alpha) & (effect >= min_effect - 1e-12),
+                "claimed": is_claimed(q, effect, alpha, min_effect),
                 "note": [notes.get(head, "") for head in heads],
                 **numbers,
             }

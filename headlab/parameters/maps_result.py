@@ -4,66 +4,29 @@ from __future__ import annotations
 
 import html
 import json
-import math
 import re
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+from headlab.arguments import whole_number
 from headlab.attention import Head
-from headlab.errors import HeadError, OutputError, PlanError
+from headlab.errors import HeadError, PlanError
+from headlab.parameters.maps_document import (
+    FORMAT,
+    MAPS_COLUMNS,
+    NUMBERS,
+    MappedRelation,
+    plain_row,
+    read_document,
+)
 from headlab.parameters.row_ends import DIRECTIONS, Direction
+from headlab.text import shown, visible
 
 if TYPE_CHECKING:
     import pandas as pd
 
-#: Columns of the table, in order.
-MAPS_COLUMNS = (
-    "relation",
-    "kind",
-    "direction",
-    "layer",
-    "head",
-    "score",
-    "ci_low",
-    "ci_high",
-    "n",
-    "k",
-    "null_mean",
-    "effect",
-    "p_value",
-    "q_value",
-    "claimed",
-    "note",
-)
-_FORMAT = "headlab-maps-1"
-_TEXTS = ("relation", "kind", "direction", "note")
-_WHOLES = ("layer", "head", "n", "k")
-_FLOATS = ("score", "ci_low", "ci_high", "null_mean", "effect", "p_value", "q_value")
+_LONGEST = 2000
 _HEAD = re.compile(r"L(\d{1,9})H(\d{1,9})|(\d{1,9})\.(\d{1,9})", re.IGNORECASE)
-
-
-@dataclass(frozen=True)
-class MappedRelation:
-    """A relation as it was used, or why it was not.
-
-    Attributes:
-        name: Its name.
-        kind: knowledge, language, translation, algorithmic or given.
-        about: What relates source and target.
-        k: A target counts among this many tokens.
-        n: Pairs left after tokenisation.
-        left_out: Pairs that were not, and why: (source, target, why).
-        skipped: Why the relation was not mapped; empty where it was.
-    """
-
-    name: str
-    kind: str
-    about: str
-    k: int
-    n: int
-    left_out: tuple[tuple[str, str, str], ...]
-    skipped: str = ""
 
 
 @dataclass(frozen=True, repr=False)
@@ -106,9 +69,10 @@ class Maps:
             if relation.name == name and not relation.skipped:
                 return relation
             if relation.name == name:
-                raise PlanError(f"relation {name!r} was not mapped: {relation.skipped}")
+                why = _line(relation.skipped)
+                raise PlanError(f"relation {name!r:.60} was not mapped: {why}")
         raise PlanError(
-            f"there is no relation {name!r:.60}; mapped were {', '.join(self.names) or 'none'}"
+            f"there is no relation {shown(name)}; mapped were {', '.join(map(visible, self.names)) or 'none'}"
         )
 
     def ranked(self, relation: str, direction: Direction = "promotes") -> pd.DataFrame:
@@ -127,9 +91,20 @@ class Maps:
             order, ascending=[False, False, True, True], kind="stable"
         ).reset_index(drop=True)
 
-    def top(self, relation: str, n: int = 10, direction: Direction = "promotes") -> pd.DataFrame:
-        """The n heads with the highest scores."""
-        return self.ranked(relation, direction).head(n)
+    def top(
+        self, relation: str | None = None, n: int = 10, direction: Direction = "promotes"
+    ) -> pd.DataFrame:
+        """The n heads with the highest scores for a relation, or without one the n rows farthest above chance.
+
+        Raises:
+            PlanError: It was not mapped, or not in that direction; or n is no number of rows.
+        """
+        n = min(whole_number(n, "n", 1), len(self.frame))
+        if relation is not None:
+            return self.ranked(relation, direction).head(n)
+        self._check(direction)
+        rows = self.frame[self.frame["direction"] == direction]
+        return rows.nlargest(n, "effect").reset_index(drop=True)
 
     def claimed(self, relation: str, direction: Direction = "promotes") -> list[str]:
         """Heads that implement a relation beyond chance, such as ``["L18H6"]``, highest score first."""
@@ -143,9 +118,9 @@ class Maps:
             PlanError: There is no such direction or column of numbers.
         """
         self._check(direction)
-        if column not in (*_FLOATS, "claimed"):
+        if column not in (*NUMBERS, "claimed"):
             raise PlanError(
-                f"there is no map of {column!r:.60}; there are {', '.join((*_FLOATS, 'claimed'))}"
+                f"there is no map of {column!r:.60}; there are {', '.join((*NUMBERS, 'claimed'))}"
             )
         rows = self.frame[self.frame["direction"] == direction]
         table = rows.pivot(index=["layer", "head"], columns="relation", values=column)
@@ -182,14 +157,14 @@ class Maps:
     def to_dict(self) -> dict[str, Any]:
         """Plain data: ``format``, ``about``, ``relations``, ``claimed`` heads by relation, ``rows``; NaN is None."""
         return {
-            "format": _FORMAT,
+            "format": FORMAT,
             "about": self.about,
             "relations": [asdict(relation) for relation in self.relations],
             "claimed": {
                 direction: {name: self.claimed(name, direction) for name in self.names}
                 for direction in self.about["directions"]
             },
-            "rows": [_plain(row) for row in self.frame.to_dict("records")],
+            "rows": [plain_row(row) for row in self.frame.to_dict("records")],
         }
 
     def to_json(self, indent: int | None = None) -> str:
@@ -201,41 +176,22 @@ class Maps:
         """Rebuild maps from :meth:`to_json`.
 
         Raises:
-            OutputError: The text is not such a document.
+            OutputError: The text is not such a document, or does not agree with itself.
         """
-        try:
-            data = json.loads(text)
-            if data["format"] != _FORMAT:
-                raise OutputError(f"this was written as {data['format']!r:.60}, not {_FORMAT!r}")
-            relations = tuple(
-                MappedRelation(
-                    **{**fields, "left_out": tuple(tuple(part) for part in fields["left_out"])}
-                )
-                for fields in data["relations"]
-            )
-            missing = {"model", "directions", "alpha", "min_effect"} - set(data["about"])
-            if missing:
-                raise OutputError(f"these are no maps: 'about' lacks {', '.join(sorted(missing))}")
-            for direction in data["about"]["directions"]:
-                if direction not in DIRECTIONS:
-                    raise OutputError(f"these are no maps: there is no direction {direction!r:.60}")
-            return cls(_frame(data["rows"]), relations, data["about"])
-        except (ValueError, LookupError, TypeError, RecursionError) as error:
-            raise OutputError(
-                f"these are no maps as to_json writes them: {error!r:.200}"
-            ) from error
+        return cls(*read_document(text))
 
     def __repr__(self) -> str:
         heads = len(self.frame[["layer", "head"]].drop_duplicates())
         lines = [
-            f"Maps of {self.about['model']}: {heads} heads × {len(self.names)} relations, claimed at "
+            f"Maps of {_line(self.about['model'])}: {heads} heads × {len(self.names)} relations, claimed at "
             f"q ≤ {self.about['alpha']:g} and {self.about['min_effect']:g} above chance"
         ]
         for name, best, score, promotes, suppresses in self._summary():
             lines.append(
-                f"  {name}: best {best} φ = {score}; {promotes} promote it, {suppresses} suppress it"
+                f"  {_line(name)}: best {best} φ = {score}; {promotes} promote it, {suppresses} suppress it"
             )
-        lines += [f"  {relation.name}: skipped, {relation.skipped}" for relation in self.skipped]
+        lines += [f"  {_said(relation)}" for relation in self.skipped]
+        lines += [f"  Doubt: {_line(self.about['doubt'])}"] if self.about.get("doubt") else []
         return "\n".join(lines)
 
     def _repr_html_(self) -> str:
@@ -244,14 +200,13 @@ class Maps:
             f"<th>{title}</th>" for title in ("relation", "best head", "φ", "promote", "suppress")
         )
         body = "".join(
-            "<tr>" + "".join(f"<td>{html.escape(str(cell))}</td>" for cell in row) + "</tr>"
+            "<tr>" + "".join(f"<td>{html.escape(_line(cell))}</td>" for cell in row) + "</tr>"
             for row in self._summary()
         )
-        skipped = "".join(
-            f"<p>{html.escape(f'{relation.name}: skipped, {relation.skipped}')}</p>"
-            for relation in self.skipped
-        )
-        title = html.escape(f"Maps of {self.about['model']}")
+        skipped = "".join(f"<p>{html.escape(_said(relation))}</p>" for relation in self.skipped)
+        if self.about.get("doubt"):
+            skipped += f"<p>Doubt: {html.escape(_line(self.about['doubt']))}</p>"
+        title = html.escape(f"Maps of {_line(self.about['model'])}")
         return f"<div><b>{title}</b><table><tr>{head}</tr>{body}</table>{skipped}</div>"
 
     def _summary(self) -> list[tuple[str, str, str, str, str]]:
@@ -265,6 +220,15 @@ class Maps:
             shown = (_labels(best)[0], f"{best['score'].iloc[0]:.2f}") if len(best) else ("–", "–")
             rows.append((name, *shown, *counts))
         return rows  # type: ignore[return-value]  # two shown and two counts
+
+
+def _line(text: str) -> str:
+    """Names and reasons hold words of the user's: nothing of them may act on a terminal or hide."""
+    return visible(text, _LONGEST)
+
+
+def _said(relation: MappedRelation) -> str:
+    return f"{_line(relation.name)}: skipped, {_line(relation.skipped)}"
 
 
 def _labels(rows: pd.DataFrame) -> list[str]:
@@ -284,30 +248,6 @@ def _place(head: Any) -> tuple[int, int]:
     ):
         return int(head[0]), int(head[1])
     raise HeadError(f"{head!r:.60} does not name a head; write 'L18H6', '18.6' or (18, 6)")
-
-
-def _frame(rows: Any) -> pd.DataFrame:
-    import pandas as pd
-
-    for at, row in enumerate(rows):
-        if not isinstance(row, dict) or set(row) != set(MAPS_COLUMNS):
-            raise OutputError(f"row {at} must have exactly {', '.join(MAPS_COLUMNS)}")
-        wrong = [name for name in _TEXTS if not isinstance(row[name], str)]
-        wrong += [name for name in _WHOLES if type(row[name]) is not int]
-        wrong += [name for name in _FLOATS if type(row[name]) not in (int, float, type(None))]
-        wrong += ["claimed"] if not isinstance(row["claimed"], bool) else []
-        if wrong:
-            raise OutputError(f"row {at} has {row[wrong[0]]!r:.60} as {wrong[0]}")
-    frame = pd.DataFrame(rows, columns=list(MAPS_COLUMNS))
-    types = dict.fromkeys(_FLOATS, float) | dict.fromkeys(_WHOLES, int) | {"claimed": bool}
-    return frame.astype(types)
-
-
-def _plain(row: Mapping[Any, Any]) -> dict[str, Any]:
-    return {
-        str(name): None if isinstance(value, float) and not math.isfinite(value) else value
-        for name, value in row.items()
-    }
 
 
 __all__ = ["MAPS_COLUMNS", "MappedRelation", "Maps"]

@@ -3,23 +3,31 @@ stay."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
+from headlab.arguments import is_finite, rate, whole_number
 from headlab.errors import PlanError, PromptError, UnsupportedError
 from headlab.models.spec import ModelSpec
 from headlab.parameters.embeddings import EmbeddingKind
-from headlab.parameters.maps_result import MappedRelation
+from headlab.parameters.maps_document import MappedRelation
 from headlab.tasks.relations import Relation, TokenPairs, given_relations, token_pairs
 from headlab.tasks.relations import relations as shipped_relations
+from headlab.text import shown, visible
 
 if TYPE_CHECKING:
     from headlab.model import Model
 
-#: ``"all"`` shipped relations; a name or names of them; relations; a path to the user's own; or a mixture in a list.
-RelationsLike: TypeAlias = "str | Path | Relation | Iterable[str | Path | Relation]"
+#: ``"all"`` shipped relations; names of them, joined by commas or in a list; relations, or records of the user's own; a
+#: path to these; or a mixture in a list.
+RelationsLike: TypeAlias = "OneOf | Iterable[OneOf]"
+OneOf: TypeAlias = "str | Path | Relation | Mapping[str, Any]"
+
+#: Pairs that a relation must keep; with fewer, a share of them says little.
+MIN_PAIRS = 30
 
 _SHOWN = 5
 
@@ -61,31 +69,34 @@ CONVENTIONS: dict[str, Convention] = {
 def vocabulary_size(model: Model) -> int:
     """Token ids that stand for a token: rows beyond the tokenizer's are padding."""
     rows = min(len(model.weights.W_E), model.weights.W_U.shape[1])
+    if model.tokenizer is None:
+        return rows
     return min(rows, max(model.tokenizer.get_vocab().values()) + 1)
 
 
-def check_options(min_pairs: Any, alpha: Any, min_effect: Any, k: Any) -> None:
-    """Refuse numbers that mean nothing.
+def check_options(
+    min_pairs: Any, alpha: Any, min_effect: Any, k: Any
+) -> tuple[int, float, float, int | None]:
+    """The numbers as Python's own; those that mean nothing are refused.
 
     Raises:
-        PlanError: One does.
+        PlanError: One means nothing.
     """
-    for name, value in (("min_pairs", min_pairs), ("k", 1 if k is None else k)):
-        if isinstance(value, bool) or not hasattr(value, "__index__") or value < 1:
-            raise PlanError(f"{name}={value!r:.60} must be a whole number of at least 1")
-    for name, value, least in (
-        ("alpha", alpha, "above 0"),
-        ("min_effect", min_effect, "at least 0"),
-    ):
-        number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not number or not 0 <= value < 1 or (name == "alpha" and value == 0):
-            raise PlanError(f"{name}={value!r:.60} must be a number {least} and below 1")
+    if not is_finite(min_effect) or not 0 <= min_effect < 1:
+        raise PlanError(f"min_effect={shown(min_effect)} must be a number at least 0 and below 1")
+    return (
+        whole_number(min_pairs, "min_pairs", 1),
+        rate(alpha),
+        float(min_effect),
+        None if k is None else whole_number(k, "k", 1),
+    )
 
 
 def check_model(model: Model) -> None:
     """Refuse models that have no rows over the vocabulary to speak of.
 
     Raises:
+        PlanError: Edits are in force.
         PromptError: There is no tokenizer.
         UnsupportedError: A layer is no decoder's, or the unembedding cannot be read.
     """
@@ -99,7 +110,7 @@ def check_model(model: Model) -> None:
             f"MAPS needs a decoder-only model, whose heads write into the stream that the unembedding reads; "
             f"{model.name} ({model.spec.family}) has {' and '.join(sorted(others))} layers"
         )
-    if not bool(model.weights.W_U.isfinite().all()):
+    if not bool(model.weights.W_U[:, : vocabulary_size(model)].isfinite().all()):
         raise UnsupportedError(
             f"W_U of {model.name} holds NaN or infinity, so no token is among the first"
         )
@@ -113,9 +124,9 @@ def convention_of(spec: ModelSpec, name: str) -> tuple[str, Convention]:
     """
     if name == "auto":
         return next((key, each) for key, each in CONVENTIONS.items() if each.holds_for(spec))
-    if name not in CONVENTIONS:
+    if not isinstance(name, str) or name not in CONVENTIONS:
         raise PlanError(
-            f"there is no convention {name!r:.60}; there are auto, {', '.join(CONVENTIONS)}"
+            f"there is no convention {shown(name)}; there are auto, {', '.join(CONVENTIONS)}"
         )
     return name, CONVENTIONS[name]
 
@@ -126,23 +137,18 @@ def named_relations(given: RelationsLike) -> tuple[Relation, ...]:
     Raises:
         PromptError: One is not known, cannot be read, or two share a name.
     """
-    if isinstance(given, str | Path | Relation):
+    if isinstance(given, str | Path | Relation | Mapping):
         given = [given]
     if not isinstance(given, Iterable):
         raise PromptError(
-            f"relations={given!r:.60} must be 'all', names, relations, a path or a list of these"
+            f"relations={shown(given)} must be 'all', names, relations, a path or a list of these"
         )
+    asked: list[Any] = list(given)
+    if asked and all(isinstance(each, Mapping) for each in asked):
+        asked = list(given_relations(asked))
     found: dict[str, Relation] = {}
-    for each in given:
-        if isinstance(each, Relation):
-            some: Sequence[Relation] = (each,)
-        elif isinstance(each, Path) or (isinstance(each, str) and _is_path(each)):
-            some = given_relations(Path(each))
-        elif isinstance(each, str):
-            some = shipped_relations("all" if each == "all" else [each])
-        else:
-            raise PromptError(f"relations hold {each!r:.60}, which is no name, path or relation")
-        for relation in some:
+    for each in asked:
+        for relation in _relations_of(each):
             if found.setdefault(relation.name, relation) != relation:
                 raise PromptError(
                     f"two different relations are named {relation.name!r:.60}; give each a name of its own"
@@ -152,8 +158,25 @@ def named_relations(given: RelationsLike) -> tuple[Relation, ...]:
     return tuple(found.values())
 
 
+def _relations_of(given: Any) -> Sequence[Relation]:
+    if isinstance(given, Relation):
+        return (given,)
+    if isinstance(given, Path | Mapping):
+        return given_relations(given)
+    if not isinstance(given, str):
+        raise PromptError(f"relations hold {shown(given)}, which is no name, path or relation")
+    parts = [given] if os.path.isfile(given) else [part.strip() for part in given.split(",")]
+    return [
+        relation
+        for part in parts
+        for relation in (given_relations(part) if _is_path(part) else shipped_relations(part))
+    ]
+
+
 def _is_path(text: str) -> bool:
-    return Path(text).suffix in (".json", ".jsonl") or "/" in text
+    """A path has a suffix of JSON's, or separators; a file at hand any suffix."""
+    suffix = Path(text).suffix
+    return suffix in (".json", ".jsonl") or "/" in text or bool(suffix and os.path.isfile(text))
 
 
 def usable_relations(
@@ -173,10 +196,12 @@ def usable_relations(
     """
     used, mapped = [], []
     for relation in relations:
-        pairs = token_pairs(relation, model.tokenizer, multi_token=multi_token)
+        pairs = token_pairs(relation, model.tokenizer, multi_token=multi_token, n_vocab=n_vocab)
         n, own = len(pairs.sources), k or relation.k or convention.k_of(relation.name)
         if own > n_vocab:
-            raise PlanError(f"k={own} is more than the {n_vocab} tokens of {model.name}")
+            raise PlanError(
+                f"k={shown(own, 20)} for {relation.name!r:.60} is more than the {n_vocab} tokens of {model.name}"
+            )
         left_out = tuple((*pair, why) for pair, why in pairs.left_out)
         reason = "" if n >= min_pairs else _too_few(relation, n, min_pairs, left_out)
         each = MappedRelation(
@@ -186,9 +211,10 @@ def usable_relations(
         if not reason:
             used.append((pairs, each))
     if not used:
-        why = "; ".join(f"{each.name}: {each.skipped}" for each in mapped[:_SHOWN])
+        best = max(mapped, key=lambda each: each.n)
+        most = f"{visible(best.name, 60)} has the most: {visible(best.skipped, 1000)}"
         raise PromptError(
-            f"no relation has {min_pairs} pairs of words that {model.name} has as single tokens; {why}; give other "
+            f"no relation has {min_pairs} pairs of words that {model.name} has as single tokens; {most}; give other "
             "words, lower min_pairs, or use multi_token='ends'"
         )
     return used, mapped
@@ -197,7 +223,10 @@ def usable_relations(
 def _too_few(
     relation: Relation, n: int, least: int, left_out: Sequence[tuple[str, str, str]]
 ) -> str:
-    shown = ", ".join(f"{source} → {target} ({why})" for source, target, why in left_out[:_SHOWN])
+    shown = ", ".join(
+        f"{visible(source)} → {visible(target)} ({why})"
+        for source, target, why in left_out[:_SHOWN]
+    )
     more = f" and {len(left_out) - _SHOWN} more" if len(left_out) > _SHOWN else ""
     lost = f"; left out: {shown}{more}" if left_out else ""
     return f"{n} of {len(relation.pairs)} pairs remain, {least} are needed{lost}"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import torch
@@ -52,6 +52,18 @@ class Rotation:
         turned[..., b] = q[..., b] * cos + q[..., a] * sin
         return turned * self.factor.to(q) ** 2
 
+    def by_distance(
+        self, q: Float[Tensor, "*any d_head"], k: Float[Tensor, "*any d_head"], n: int
+    ) -> Float[Tensor, "*any n"]:
+        """Products of queries with keys 0 … n − 1 tokens before them."""
+        angle = torch.from_numpy(np.arange(n) * self.pairs.frequency[:, None])
+        a, b = (torch.from_numpy(at).to(q.device) for at in (self.pairs.first, self.pairs.second))
+        k = k * self.factor.to(k) ** 2
+        along = q[..., a] * k[..., a] + q[..., b] * k[..., b]
+        across = q[..., a] * k[..., b] - q[..., b] * k[..., a]
+        rest = (q * k)[..., ~self.rotated].sum(-1, keepdim=True)
+        return along @ angle.cos().to(q) + across @ angle.sin().to(q) + rest
+
     def distances(self, distance: Distance) -> Int[np.ndarray, " distance"]:
         """The distances that an argument names.
 
@@ -60,10 +72,7 @@ class Rotation:
         """
         if isinstance(distance, str) and distance == "mean":
             return np.arange(self.reach)
-        at = np.atleast_1d(np.asarray(distance))
-        if at.size == 0 or at.dtype.kind not in "iu" or at.ndim != 1:
-            raise PlanError(f"distance={distance!r} must be a number of tokens, several, or 'mean'")
-        return at
+        return _whole(distance)
 
     @property
     def rotated(self) -> Tensor:
@@ -74,4 +83,32 @@ class Rotation:
         return found
 
 
-__all__ = ["Distance", "Rotation"]
+def check_distance(distance: Distance, causal: bool) -> None:
+    """Refuse what names no distance, also where no layer rotates and so none would look.
+
+    Args:
+        distance: The distance; None, where it may be left out, and ``"mean"`` pass.
+        causal: Whether keys only ever lie before their queries.
+
+    Raises:
+        PlanError: It is no distance, or negative though keys lie before.
+    """
+    if distance is None or (isinstance(distance, str) and distance == "mean"):
+        return
+    if _whole(distance).min() < 0 and causal:
+        raise PlanError(
+            f"distance={distance!r:.60} has the key behind the query, which a causal layer never sees; count from 0"
+        )
+
+
+def _whole(distance: Any) -> Int[np.ndarray, " distance"]:
+    try:
+        at = np.atleast_1d(np.asarray(distance))
+    except ValueError:  # lists of several lengths
+        at = np.empty(0)
+    if at.size == 0 or at.dtype.kind not in "iu" or at.ndim != 1:
+        raise PlanError(f"distance={distance!r:.60} must be a number of tokens, several, or 'mean'")
+    return at
+
+
+__all__ = ["Distance", "Rotation", "check_distance"]

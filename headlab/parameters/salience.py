@@ -33,7 +33,7 @@ def norm_gain(
     r = torch.linalg.qr(W_O.mT.to(z), mode="r").R
     kept = (z @ r.mT).norm(dim=-1)
     size = x.norm(dim=-1)
-    return torch.where(size > 0, kept / size.clamp(min=torch.finfo(size.dtype).tiny), 0)
+    return torch.where(size == 0, 0, kept / size.clamp(min=torch.finfo(size.dtype).tiny))
 
 
 def salient_sources(
@@ -68,7 +68,7 @@ def salient_sources(
             z = values_of_tokens(model, layer, [heads[at] for at in here], x)
             W_O = model.weights.W_O(layer)[[heads[at].head for at in here]]
             for at, gain in zip(here, norm_gain(x, z, W_O), strict=True):
-                _check(model, heads[at], gain)
+                _check(model, heads[at], gain, ids)
                 both = torch.cat([best[at].to(gain), gain]), torch.cat([tokens[at], ids])
                 order = both[0].sort(descending=True, stable=True).indices[:n]
                 best[at], tokens[at] = both[0][order], both[1][order]
@@ -90,18 +90,22 @@ def random_sources(
         x = embed(model, head.layer, ids, kind)
         z = values_of_tokens(model, head.layer, [head], x)
         gain = norm_gain(x, z, model.weights.W_O(head.layer)[[head.head]])[0]
-        _check(model, head, gain)
+        _check(model, head, gain, ids)
         order = gain.sort(descending=True, stable=True).indices
         gains.append(gain[order])
         tokens.append(ids[order])
     return torch.stack(gains), torch.stack(tokens)
 
 
-def _check(model: Model, head: Head, gain: Float[Tensor, " token"]) -> None:
-    if not bool(gain.isfinite().all()):
+def _check(
+    model: Model, head: Head, gain: Float[Tensor, " token"], ids: Int[Tensor, " token"]
+) -> None:
+    wrong = ids[~gain.isfinite()].tolist()
+    if wrong:
+        some = f" such as {wrong[0]}" if len(wrong) < len(ids) else ""
         raise UnsupportedError(
-            f"{head} of {model.name} has no salient operations: its weights, or what stands for tokens, hold NaN or "
-            "infinity"
+            f"{head} of {model.name} has no salient operations: its weights, or what stands for tokens{some}, hold "
+            "NaN or infinity"
         )
 
 

@@ -24,6 +24,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from headlab.arguments import is_integer, seed_number
 from headlab.attention import Head, HeadsLike, parse_heads
 from headlab.errors import PlanError
 from headlab.parameters.describe import Description, Mapped, class_shares, describe_mappings
@@ -34,6 +35,7 @@ from headlab.parameters.relation_inputs import check_model, vocabulary_size
 from headlab.parameters.row_ends import largest
 from headlab.parameters.salience import random_sources, salient_sources
 from headlab.parameters.token_classes import token_texts
+from headlab.text import shown
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -157,15 +159,19 @@ def salient_operations(
     Raises:
         PromptError: There is no tokenizer.
         HeadError: A head does not exist.
-        PlanError: An option is not valid, or the user's describer does not answer as asked.
+        PlanError: An option is not valid, edits are in force on the model, or the user's describer does not answer as
+            asked.
         UnsupportedError: The model is no decoder, or the weights of a head cannot be read or hold NaN.
     """
     check_model(model)
     wanted = parse_heads(heads, model.spec)
     n_vocab = vocabulary_size(model)
     for name, value, most in (("n", n, n_vocab), ("n_targets", n_targets, n_vocab)):
-        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
-            raise PlanError(f"{name}={value!r:.60} must be a whole number from 1 to {most}")
+        if not is_integer(value) or not 1 <= value <= most:
+            raise PlanError(f"{name}={shown(value)} must be a whole number from 1 to {most}")
+    n, n_targets, seed = int(n), int(n_targets), seed_number(seed)
+    if describe is not None and not callable(describe):
+        raise PlanError(f"describe={shown(describe)} must be a function from a prompt to an answer")
     is_raw(embedding, 0)  # refuses other names
     if sources not in ("salient", "random"):
         raise PlanError(f"sources={sources!r:.60} must be 'salient' or 'random'")

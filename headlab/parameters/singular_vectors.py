@@ -14,23 +14,33 @@ centred over the vocabulary, are alike: their mean pairwise cosine. Top tokens o
 since they share it; so the null is random directions of the stream, projected the same way, and p the share of them at
 least as coherent. q-values are Benjamini and Hochberg's over all directions and sides shown. Weights are no sample, so
 there is no interval.
+
+Heads whose weights are zero, hold NaN or infinity or cannot be read have no directions; notes say which and why.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from headlab.arguments import count, seed_number
 from headlab.attention import Head, HeadsLike, parse_heads
-from headlab.errors import PlanError
+from headlab.errors import PlanError, UnsupportedError
 from headlab.parameters.circuits import Circuits, Distance, circuits
-from headlab.parameters.vocabulary import Space, token_names, top_tokens, vocabulary_table
+from headlab.parameters.rotation import check_distance
+from headlab.parameters.vocabulary import (
+    Space,
+    n_tokens,
+    token_names,
+    top_tokens,
+    vocabulary_table,
+)
 from headlab.statistics import corrected
 
 if TYPE_CHECKING:
@@ -52,12 +62,13 @@ class SingularVectors:
         model: Name of the model.
         circuit: ``"OV"`` or ``"QK"``.
         heads: The heads.
-        values: All singular values, largest first; NaN beyond a head's rank.
-        left: u of the leading directions.
-        right: v of the leading directions.
+        values: All singular values, largest first; NaN beyond a head's rank, and for heads with a note.
+        left: u of the leading directions; zeros beyond a head's rank, NaN for heads with a note.
+        right: v of the leading directions, in the same way.
         frame: One line per head, direction and side: layer, head, direction, side, value (singular), share (of Σ s²),
             top, bottom (lists of token texts), top_ids, bottom_ids, coherence (mean pairwise cosine of the top tokens),
-            null_mean, effect, p_value, q_value, n (random directions).
+            null_mean, effect, p_value, q_value, n (random directions). Heads with a note have none.
+        notes: Heads without directions, and why: ``{"L0H3": "W_OV is zero"}``.
     """
 
     model: str
@@ -67,13 +78,17 @@ class SingularVectors:
     left: Float[Tensor, "head direction d_model"]
     right: Float[Tensor, "head direction d_model"]
     frame: pd.DataFrame
+    notes: dict[str, str] = field(default_factory=dict)
 
     @property
     def effective_rank(self) -> Float[np.ndarray, " head"]:
-        """Participation ratio (Σ s²)² / Σ s⁴: how many directions carry the head."""
+        """Participation ratio (Σ s²)² / Σ s⁴: how many directions carry the head; NaN for heads with a
+        note."""
         square = np.nan_to_num(self.values) ** 2
         total = (square**2).sum(1)
-        return np.divide(square.sum(1) ** 2, total, out=np.zeros_like(total), where=total > 0)
+        return np.divide(
+            square.sum(1) ** 2, total, out=np.full_like(total, np.nan), where=total > 0
+        )
 
     def __repr__(self) -> str:
         lines = [
@@ -85,6 +100,12 @@ class SingularVectors:
                 f"  {Head(row['layer'], row['head'])} direction {row['direction']} {row['side']}: "
                 f"{', '.join(map(repr, row['top'][:5]))} (share {row['share']:.2f}, "
                 f"coherence {row['coherence']:.2f}, q {row['q_value']:.2g})"
+            )
+        if self.notes:
+            head, why = next(iter(self.notes.items()))
+            more = " …" if len(self.notes) > 1 else ""
+            lines.append(
+                f"  heads without directions, {len(self.notes)} in notes: {head} ({why}){more}"
             )
         return "\n".join(lines)
 
@@ -120,18 +141,24 @@ def singular_vectors(
     Raises:
         HeadError: A head does not exist.
         PlanError: An argument is out of range.
-        UnsupportedError: The weights cannot be read.
+        UnsupportedError: No head has weights that can be read and are numbers other than zero, or W_E or W_U has not.
     """
     import pandas as pd
 
-    if circuit not in _SIDES:
-        raise PlanError(f"circuit={circuit!r} must be 'OV' or 'QK'")
-    for label, number, least in (("n", n, 1), ("k", k, 2), ("draws", draws, 1)):
-        if isinstance(number, bool) or not isinstance(number, int) or number < least:
-            raise PlanError(f"{label}={number!r} must be a whole number of at least {least}")
+    if not isinstance(circuit, str) or circuit not in _SIDES:
+        raise PlanError(f"circuit={circuit!r:.60} must be 'OV' or 'QK'")
+    n, k, draws, seed = count(n, "n"), count(k, "k", 2), count(draws, "draws"), seed_number(seed)
     made = model if isinstance(model, Circuits) else circuits(model)
     named = parse_heads(heads, made.model.spec)
-    values, left, right = _leading(made, named, circuit, distance, n, tell)
+    check_distance(distance, all(made.model.spec.layers[head.layer].causal for head in named))
+    values, left, right, notes = _leading(made, named, circuit, distance, n, tell)
+    whole, named = named, tuple(head for head in named if str(head) not in notes)
+    if not named:
+        why = "; ".join(f"{head}: {text}" for head, text in list(notes.items())[:3])
+        raise UnsupportedError(f"no head of {made.model.name} that was named has directions: {why}")
+    kept = torch.tensor([str(head) not in notes for head in whole])
+    all_values, values = values, values[kept.numpy()]
+    left, right = left[kept], right[kept]
     n = left.shape[1]
     sides = _SIDES[circuit]
     last_space = sides[1][1]
@@ -180,7 +207,8 @@ def singular_vectors(
     frame["q_value"] = corrected(frame["p_value"].to_numpy(float))
     frame["n"] = draws
     frame = frame.sort_values(["layer", "head", "direction"], kind="stable", ignore_index=True)
-    return SingularVectors(made.model.name, circuit, named, values, left, right, frame)
+    left, right = (_placed(side, kept) for side in (left, right))
+    return SingularVectors(made.model.name, circuit, whole, all_values, left, right, frame, notes)
 
 
 def _leading(
@@ -190,14 +218,27 @@ def _leading(
     distance: Distance,
     n: int,
     tell: Callable[[str], None],
-) -> tuple[np.ndarray, Tensor, Tensor]:
-    """All singular values, and the first n vectors, of each head."""
+) -> tuple[np.ndarray, Tensor, Tensor, dict[str, str]]:
+    """All singular values, and the first n vectors, of each head; and why a head has none."""
     values, left, right = [], [], []
+    notes: dict[str, str] = {}
+    d = made.model.spec.d_model
+    n = min(n, d)
     for layer in sorted({head.layer for head in heads}):
         tell(f"singular vectors of layer {layer}")
         members = [head.head for head in heads if head.layer == layer]
-        matrix = made.ov(layer) if circuit == "OV" else made.qk(layer, distance)
-        u, s, vh = matrix[members].svd()
+        try:
+            matrix = made.ov(layer) if circuit == "OV" else made.qk(layer, distance)
+            u, s, vh = matrix[members].svd()
+        except UnsupportedError as error:
+            notes |= {str(Head(layer, head)): str(error) for head in members}
+            s = torch.full((len(members), 1), torch.nan)
+            u = torch.zeros(len(members), d, 1, dtype=made.dtype, device=made.model.device)
+            vh = u.mT
+        for head, size in zip(members, s.double().square().sum(1).tolist(), strict=True):
+            if not 0 < size < np.inf:
+                fault = "is zero" if size == 0 else "holds NaN or infinity"
+                notes.setdefault(str(Head(layer, head)), f"W_{circuit} {fault}")
         values += list(s.double().cpu().numpy())
         left += list(_filled(u.mT, n))
         right += list(_filled(vh, n))
@@ -205,8 +246,20 @@ def _leading(
     table = np.full((len(values), width), np.nan)
     for row, s in zip(table, values, strict=True):
         row[: len(s)] = s
+    for row, name in zip(table, map(str, heads), strict=True):
+        if name in notes:
+            row[:] = np.nan
     n = min(n, width)
-    return table, torch.stack(left)[:, :n], torch.stack(right)[:, :n]
+    return table, torch.stack(left)[:, :n], torch.stack(right)[:, :n], notes
+
+
+def _placed(
+    vectors: Float[Tensor, "some n d_model"], kept: Bool[Tensor, " head"]
+) -> Float[Tensor, "head n d_model"]:
+    """Vectors of the heads that have any, NaN for the others."""
+    full = vectors.new_full((len(kept), *vectors.shape[1:]), torch.nan)
+    full[kept.to(full.device)] = vectors
+    return full
 
 
 def _filled(vectors: Float[Tensor, "head rank d_model"], n: int) -> Float[Tensor, "head n d_model"]:
@@ -242,6 +295,7 @@ def _coherence(
 ) -> Float[np.ndarray, " direction"]:
     """Mean pairwise cosine of tokens' rows of W_E, or columns of W_U, less their mean over the vocabulary."""
     table = model.weights.W_E if space == "embedding" else model.weights.W_U.T
+    table = table[: n_tokens(model, len(table))]
     mean = table.mean(0, dtype=torch.float32)
     found = []
     for some in ids.split(64):

@@ -19,11 +19,13 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from headlab.arguments import count, finite_number
 from headlab.attention import Head, HeadsLike, parse_heads
-from headlab.errors import HeadError, PlanError
+from headlab.errors import HeadError, PlanError, UnsupportedError
 from headlab.parameters.circuits import Circuits, Distance, circuits
 from headlab.parameters.factored import FactoredMatrix
-from headlab.parameters.vocabulary import Space, vocabulary_table
+from headlab.parameters.rotation import check_distance
+from headlab.parameters.vocabulary import Space, check_values, n_tokens, vocabulary_table
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -66,10 +68,12 @@ def virtual_qk(
 
     Raises:
         HeadError: A head does not exist, or does not come before *late*.
+        PlanError: The distance is none.
         UnsupportedError: The weights cannot be read.
     """
     made = _circuits(model)
     scorer = _one(made, late)
+    check_distance(distance, made.model.spec.layers[scorer.layer].causal)
     matrix = made.qk(scorer.layer, distance)[scorer.head]
     for side, given in enumerate((q_from, k_from)):
         if given is None:
@@ -132,13 +136,16 @@ def channel(
         tolerance: Singular values below this share of the largest count as zero.
 
     Raises:
-        PlanError: There is no such kind.
-        HeadError: A head does not exist, or *late* lies in no later layer.
-        UnsupportedError: The weights cannot be read.
+        PlanError: There is no such kind, distance or tolerance.
+        HeadError: A head does not exist, *late* lies in no later layer, or a circuit is zero.
+        UnsupportedError: The weights cannot be read, or hold NaN or infinity.
     """
+    if not 0 <= finite_number(tolerance, "tolerance") < 1:
+        raise PlanError(f"tolerance={tolerance!r:.60} must be at least 0 and below 1")
     made = _circuits(model)
     first, second = _one(made, early), _one(made, late)
     _check_order(first, second)
+    check_distance(distance, made.model.spec.layers[second.layer].causal)
     written = made.ov(first.layer)[first.head]
     if kind == "V":
         reading = made.ov(second.layer)[second.head]
@@ -146,9 +153,12 @@ def channel(
         reading = made.qk(second.layer, distance)[second.head]
         reading = reading.T if kind == "K" else reading
     else:
-        raise PlanError(f"kind={kind!r} must be 'Q', 'K' or 'V'")
+        raise PlanError(f"kind={kind!r:.60} must be 'Q', 'K' or 'V'")
     u, s, _ = reading.svd()
     _, s_early, vh = written.svd()
+    for head, values in ((first, s_early), (second, s)):
+        if not bool(values.isfinite().all()):
+            raise UnsupportedError(f"the weights of {head} hold NaN or infinity")
     writes, reads = vh[s_early > tolerance * s_early[0]], u[:, s > tolerance * s[0]]
     if not writes.numel() or not reads.numel():
         raise HeadError(f"{first if not writes.numel() else second} has a circuit of zeros")
@@ -185,10 +195,10 @@ def top_token_pairs(
 
     Args:
         model: The model.
-        matrix: One circuit, [d_model, d_model].
+        matrix: One circuit, [d_model, d_model], of finite numbers.
         k: How many pairs.
         target: ``"embedding"`` for QK circuits (keys), ``"unembedding"`` for OV circuits (logits).
-        sources: Token ids of the rows; all by default.
+        sources: Token ids of the rows; all by default, padding rows aside.
         fold_norm: Whether the final norm, but for its scale, stands in front of W_U.
         tell: Told how far it is.
 
@@ -197,25 +207,29 @@ def top_token_pairs(
 
     Raises:
         PlanError: The matrix does not fit the model, or an argument is out of range.
-        UnsupportedError: W_E or W_U cannot be read.
+        UnsupportedError: W_E or W_U cannot be read, or holds NaN or infinity.
     """
     import pandas as pd
 
     spec, W_E = model.spec, model.weights.W_E
+    if not isinstance(matrix, FactoredMatrix):
+        raise PlanError(f"matrix={matrix!r:.60} must be a FactoredMatrix, as virtual_ov gives")
     if matrix.shape != (spec.d_model, spec.d_model):
         raise PlanError(f"a circuit of shape {matrix.shape} must be {(spec.d_model, spec.d_model)}")
-    if isinstance(k, bool) or not isinstance(k, int) or k < 1:
-        raise PlanError(f"k={k!r} must be a whole number of at least 1")
-    ids = torch.arange(len(W_E)) if sources is None else torch.as_tensor(sources)
-    if ids.dim() != 1 or not len(ids) or bool(((ids < 0) | (ids >= len(W_E))).any()):
-        raise PlanError(f"sources must be token ids from 0 to {len(W_E) - 1}, and at least one")
+    if not bool(matrix.left.isfinite().all() and matrix.right.isfinite().all()):
+        raise PlanError("the matrix holds NaN or infinity")
+    k = count(k, "k")
+    ids = _token_ids(sources, n_tokens(model, len(W_E)))
     table, towards = vocabulary_table(model, matrix.right, target, fold_norm=fold_norm)
     columns = towards @ table.to(towards)  # [rank, n_vocab]
+    check_values(model, columns, target)
     best: dict[str, Tensor] = {}
     at_once = max(1, _BUDGET // columns.shape[1])
     for start in range(0, len(ids), at_once):
         rows = ids[start : start + at_once].to(W_E.device)
-        values = (W_E[rows].to(matrix.left) @ matrix.left @ columns).flatten()
+        read = W_E[rows].to(matrix.left) @ matrix.left
+        check_values(model, read, "embedding")
+        values = (read @ columns).flatten()
         top, at = values.topk(min(k, len(values)))
         pairs = torch.stack([rows[at // columns.shape[1]], at % columns.shape[1]])
         if best:
@@ -230,6 +244,21 @@ def top_token_pairs(
     for name in ("source", "target"):
         found[f"{name}_text"] = list(model.token_texts(torch.as_tensor(found[name])[None])[0])
     return pd.DataFrame(found | {"value": best["value"].double().cpu().numpy()})
+
+
+def _token_ids(given: Any, n: int) -> Int[Tensor, " source"]:
+    if given is None:
+        return torch.arange(n)
+    try:
+        ids = torch.as_tensor(given)
+    except (TypeError, ValueError, RuntimeError):
+        ids = torch.empty(0)
+    whole = not (ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool)
+    if not whole or ids.dim() != 1 or not len(ids) or bool(((ids < 0) | (ids >= n)).any()):
+        raise PlanError(
+            f"sources={given!r:.60} must be token ids from 0 to {n - 1}, and at least one"
+        )
+    return ids.long()
 
 
 def _circuits(model: Model | Circuits) -> Circuits:

@@ -7,6 +7,7 @@ A direction w has for token t the value
 
 where N is the final norm but for its scale, which depends on the stream: gain and, in a LayerNorm, centring. So logits
 are right up to one positive factor per direction. Values are computed for some tokens at a time and only the best kept.
+Rows of W_E and columns of W_U beyond the tokenizer's ids are padding and stand for no token; they are left out.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from headlab.errors import PlanError
+from headlab.arguments import whole_number
+from headlab.errors import PlanError, UnsupportedError
 from headlab.models.stream_norm import frozen
 
 if TYPE_CHECKING:
@@ -63,7 +65,7 @@ def top_tokens(
 
     Args:
         model: The model.
-        directions: Directions of the residual stream.
+        directions: Directions of the residual stream, a tensor or what makes one.
         k: How many tokens.
         space: ``"unembedding"`` for what a direction written does to the logits, ``"embedding"`` for what reads it.
         fold_norm: Whether to pass the final norm, but for its scale, in front of W_U.
@@ -72,12 +74,13 @@ def top_tokens(
     Raises:
         PlanError: k is not between 1 and the vocabulary's size, directions have the wrong width or are not finite, or
             there is no such space.
-        UnsupportedError: W_E or W_U cannot be read.
+        UnsupportedError: W_E or W_U cannot be read, or holds NaN or infinity.
     """
     table, towards = vocabulary_table(model, directions, space, fold_norm=fold_norm)
     n = table.shape[1]
-    if isinstance(k, bool) or not isinstance(k, int) or not 1 <= k <= n:
-        raise PlanError(f"k={k!r} must be a whole number from 1 to the {n} tokens of {model.name}")
+    k = whole_number(k, "k", 1)
+    if k > n:
+        raise PlanError(f"k={k:.6g} is more than the {n} tokens of {model.name}")
     sign = -1.0 if least else 1.0
     best = towards.new_full((len(towards), 0), 0.0)
     ids = torch.zeros(len(towards), 0, dtype=torch.long, device=towards.device)
@@ -85,6 +88,7 @@ def top_tokens(
     for start in range(0, n, at_once):
         columns = table[:, start : start + at_once].to(towards)
         values = sign * (towards @ columns)
+        check_values(model, values, space)
         places = torch.arange(start, start + columns.shape[1], device=ids.device)
         values = torch.cat([best, values], 1)
         places = torch.cat([ids, places.expand(len(towards), -1)], 1)
@@ -101,7 +105,8 @@ def vocabulary_table(
     *,
     fold_norm: bool = True,
 ) -> tuple[Float[Tensor, "d_model n_vocab"], Float[Tensor, "direction d_model"]]:
-    """A view of W_U or W_Eᵀ, and the directions to multiply it with for the values of :func:`top_tokens`.
+    """A view of W_U or W_Eᵀ without padding, and the directions to multiply it with for the values of
+    :func:`top_tokens`.
 
     Raises:
         PlanError: Directions have the wrong width or are not finite, or there is no such space.
@@ -109,7 +114,13 @@ def vocabulary_table(
     """
     weights, d = model.weights, model.spec.d_model
     if space not in ("unembedding", "embedding"):
-        raise PlanError(f"space={space!r} must be 'unembedding' or 'embedding'")
+        raise PlanError(f"space={space!r:.60} must be 'unembedding' or 'embedding'")
+    try:
+        directions = torch.as_tensor(directions)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise PlanError(
+            f"directions={directions!r:.60} must be a tensor [direction, {d}]"
+        ) from error
     if directions.dim() != 2 or directions.shape[1] != d or not directions.is_floating_point():
         raise PlanError(
             f"directions of shape {tuple(directions.shape)} must be [direction, {d}], numbers of the residual stream"
@@ -117,9 +128,9 @@ def vocabulary_table(
     if not bool(directions.isfinite().all()):
         raise PlanError("directions hold NaN or infinity")
     if space == "embedding":
-        table = weights.W_E.T
+        table = weights.W_E[: n_tokens(model, len(weights.W_E))].T
         return table, directions.to(table.device)
-    table = weights.W_U
+    table = weights.W_U[:, : n_tokens(model, weights.W_U.shape[1])]
     towards = directions.to(table.device) * weights.logit_scale
     if fold_norm and weights.final_norm is not None:
         like = torch.ones(1, d, dtype=towards.dtype, device=towards.device)
@@ -128,9 +139,37 @@ def vocabulary_table(
     return table, towards
 
 
+def n_tokens(model: Model, rows: int) -> int:
+    """How many of a matrix's rows stand for a token: those up to the tokenizer's last id, all without a tokenizer."""
+    if model.tokenizer is None:
+        return rows
+    return min(rows, 1 + max(model.tokenizer.get_vocab().values()))
+
+
+def check_values(model: Model, values: Float[Tensor, "*any"], space: Space) -> None:
+    """Refuse to sort values that are no numbers.
+
+    Raises:
+        UnsupportedError: Some are NaN or infinite.
+    """
+    if not bool(values.isfinite().all()):
+        matrix = "W_E" if space == "embedding" else "W_U"
+        raise UnsupportedError(
+            f"{matrix} of {model.name} gives tokens values of NaN or infinity, so none is the largest"
+        )
+
+
 def token_names(model: Model, ids: Int[Tensor, "*row k"]) -> list[list[str]]:
     """Tokens as text, one list per row."""
     return [list(row) for row in model.token_texts(ids.reshape(-1, ids.shape[-1]))]
 
 
-__all__ = ["Space", "TopTokens", "token_names", "top_tokens", "vocabulary_table"]
+__all__ = [
+    "Space",
+    "TopTokens",
+    "check_values",
+    "n_tokens",
+    "token_names",
+    "top_tokens",
+    "vocabulary_table",
+]

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import plotly.graph_objects as go
 
+from headlab.arguments import whole_number
 from headlab.errors import PlanError
 from headlab.plots import style
 from headlab.plots.heatmap import CELL
@@ -15,33 +16,36 @@ if TYPE_CHECKING:
     from headlab.parameters import Maps
     from headlab.parameters.row_ends import Direction
 
+#: Heads to show where none is worth a look.
+_LEAST = 5
 #: Half the side of a frame, in cells.
 _HALF = 0.43
 
 
 def operation_map(
-    maps: Maps, direction: Direction = "promotes", *, top: int = 60, title: str | None = None
+    maps: Maps, direction: Direction = "promotes", *, top: int = 40, title: str | None = None
 ) -> go.Figure:
     """φ of heads for operations: operations down, grouped by kind, heads across in order of layers.
 
-    Only the heads with the largest effect for any operation have a column. Claimed cells are framed in orange. Point at
-    a cell for its interval, null and corrected p-value.
+    Only heads with a claim or an effect worth a look have a column, and of these those with the largest effects.
+    Claimed cells are framed in orange. Point at a cell for its interval, null and corrected p-value.
 
     Args:
         maps: What :func:`headlab.parameters.maps` returned.
         direction: ``"promotes"`` or ``"suppresses"``.
-        top: Heads to show.
+        top: Heads to show at most.
         title: Title of the figure.
 
     Raises:
         PlanError: That direction was not mapped, or no head has a score.
     """
     effects = maps.matrix(direction, "effect").dropna(how="all")
-    if top < 1:
-        raise PlanError(f"top={top!r} must be at least 1")
+    top = whole_number(top, "top", 1)
     if effects.empty:
         raise PlanError(f"no head of {maps.about['model']} has a score, so there is no map to draw")
-    best = effects.max(axis=1).nlargest(top, keep="first").index
+    most = effects.max(axis=1).nlargest(top, keep="first")
+    worth = most >= maps.about["min_effect"] / 2
+    best = most.index[worth] if worth.any() else most.index[:_LEAST]
     heads = [head for head in effects.index if head in set(best)]
     kinds = {relation.name: relation.kind for relation in maps.relations}
     operations = sorted(maps.names, key=lambda name: kinds[name])  # stable within a kind

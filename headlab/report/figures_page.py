@@ -84,5 +84,6 @@ def figures_page(
 
 def _cell(value: Any) -> str:
     if isinstance(value, float):
-        return f"{value:.4g}" if math.isfinite(value) else "–"
+        small = 0 < value < 1e-99
+        return "<1e-99" if small else f"{value:.4g}" if math.isfinite(value) else "–"
     return str(value)

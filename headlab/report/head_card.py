@@ -10,44 +10,44 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import pandas as pd
 
+from headlab.arguments import rate, seed_number, whole_number
 from headlab.attention import Head, HeadsLike, parse_heads
-from headlab.causal import ablate_each, metrics
-from headlab.errors import HeadError, PlanError, PromptError, UnsupportedError
-from headlab.parameters import (
-    Circuits,
-    Maps,
-    circuits,
-    composition,
-    copying,
-    maps,
-    previous_token,
-    salient_operations,
-    singular_vectors,
-)
+from headlab.errors import HeadError, HeadlabError, PlanError, PromptError, UnsupportedError
+from headlab.parameters import Maps, circuits, salient_operations
+from headlab.parameters.relation_inputs import vocabulary_size
 from headlab.report.figures_page import PageTable
+from headlab.report.head_facts import (
+    Tell,
+    as_text,
+    copying_score,
+    directions_of,
+    losses_without,
+    mapped_operations,
+    partners_of,
+    previous_token_score,
+    rows_of,
+)
+from headlab.report.side_by_side import check_scores
 from headlab.roles import Role, Scores, score
 from headlab.roles.scoring import select
-from headlab.statistics import corrected
-from headlab.tasks import plain_tokens, prose, prose_windows, repeated_tokens
+from headlab.tasks.relations import Relation
+from headlab.text import printable
 
 if TYPE_CHECKING:
     from headlab.model import Model
-    from headlab.parameters.relation_inputs import RelationsLike
-
-Tell = Callable[[str], None]
+    from headlab.parameters import RelationsLike
 
 #: Roles that take seconds, and have a counterpart in the weights or say how a head looks at text.
 QUICK_ROLES = ("induction", "previous_token", "duplicate_token", "copying", "sink")
-_PARTNERS, _OPERATIONS, _SALIENT, _DIRECTIONS, _WORDS = 4, 8, 10, 3, 6
-_TEXT_LENGTH, _REPEATED = 64, 25
+_OPERATIONS, _SALIENT = 8, 30
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -57,10 +57,10 @@ class HeadCard:
     Attributes:
         model: Name of the model.
         head: The head.
-        operations: MAPS: relations of which the head's OV circuit implements any pair, with the columns of
-            :data:`headlab.parameters.MAPS_COLUMNS`; p-values are corrected over this head's relations and directions.
-        scores: From the weights: columns ``what, score, ci_low, ci_high, n, null_mean, p_value, q_value, verdict``;
-            corrected over all heads of the model.
+        operations: MAPS: every relation and direction, with the columns of
+            :data:`headlab.parameters.MAPS_COLUMNS`; p-values are corrected over these, since the card is of one head.
+        scores: From the weights: columns ``what, score, ci_low, ci_high, n, null_mean, p_value, q_value, note,
+            verdict``; corrected over all heads of the model.
         salient: Tokens the head turns most: columns ``source, gain, targets, suppressed, cluster``.
         pattern: What these have in common, in words.
         directions: Leading singular directions of W_OV: columns ``share, reads, writes``.
@@ -88,20 +88,22 @@ class HeadCard:
         """The parts that there are, as people read them."""
         chance = "chance"
         operations = self.operations.assign(claimed=_words(self.operations, "claimed"))
+        tested = len(operations)
+        shown = max(_OPERATIONS, int((operations["claimed"] != "").sum())) if tested else 0
         behaviour = self.behaviour.assign(claimed=_words(self.behaviour, "claimed"))
         captions = (
             (
-                operations.rename(columns={"null_mean": chance}),
+                operations.head(shown).rename(columns={"null_mean": chance}),
                 ["relation", "direction", "score", chance, "n", "k", "q_value", "claimed"],
-                "Operations in the weights (MAPS)",
+                f"Operations in the weights (MAPS): the best of {tested}, q corrected over these",
             ),
             (
                 self.scores.rename(columns={"null_mean": chance}),
-                ["what", "score", chance, "q_value", "verdict"],
+                ["what", "score", chance, "q_value", "verdict", "note"],
                 "Scores from the weights",
             ),
             (
-                self.salient,
+                self.salient.head(_OPERATIONS),
                 ["source", "gain", "targets", "suppressed"],
                 f"Tokens it turns most: {self.pattern}",
             ),
@@ -162,12 +164,14 @@ class HeadCard:
         lines = [f"{self.head} of {self.model}"]
         for table in self.tables():
             widths = [
-                max(len(cell) for cell in column)
+                max(len(printable(cell)) for cell in column)
                 for column in zip(table.columns, *table.rows, strict=True)
             ]
             lines += ["", table.caption]
             for row in (table.columns, *table.rows):
-                cells = (cell.rjust(width) for cell, width in zip(row, widths, strict=True))
+                cells = (
+                    printable(cell).rjust(width) for cell, width in zip(row, widths, strict=True)
+                )
                 lines.append("  " + "  ".join(cells))
         return "\n".join([*lines, *(f"\n{note}" for note in self.notes)])
 
@@ -221,10 +225,12 @@ def head_card(
             f"{head!r} names {len(named)} heads, and a card is of one; name one, like 'L18H6'"
         )
     (chosen,) = named
-    if scores is not None and not (_of(scores.frame, chosen)).any():
+    check_scores(model, scores)
+    if mapped is not None and mapped.about.get("fingerprint") != model.fingerprint:
         raise PlanError(
-            f"the scores given have no row of {chosen}, so they are not of {model.name}"
+            f"the maps given are of {mapped.about['model']} with other weights, not of {model.name}; map it anew"
         )
+    n_prompts, alpha, seed = whole_number(n_prompts, "n_prompts", 2), rate(alpha), seed_number(seed)
     asked = select(roles, None) if isinstance(roles, str) or (roles := list(roles)) else ()
     notes: list[str] = []
     made = {
@@ -232,32 +238,40 @@ def head_card(
         for name in ("operations", "scores", "salient", "directions", "composition")
     }
     pattern = ""
-    wanted = mapped is not None or not (isinstance(relations, Sequence) and not len(relations))
-    if wanted:
-        with _noting(notes, "operations"):
-            made["operations"] = _operations(model, chosen, relations, mapped, alpha, tell)
+    shipped = isinstance(relations, str) and relations == "all"
+    if not shipped and not isinstance(relations, str | Path | Relation | Mapping):
+        relations = list(relations)
+    if mapped is not None or relations:
+        with _noting(notes, "operations", PromptError if shipped else UnsupportedError):
+            made["operations"] = mapped_operations(model, chosen, relations, mapped, alpha, tell)
         with _noting(notes, "salient tokens"):
             tell("salient tokens")
-            (found,) = salient_operations(model, chosen, tell=tell)
-            made["salient"] = _listed(found.frame().head(_SALIENT))
+            n = min(_SALIENT, vocabulary_size(model))
+            (found,) = salient_operations(model, chosen, n=n, n_targets=min(5, n), tell=tell)
+            made["salient"] = as_text(found.frame())
             pattern = found.promotes.pattern
-    with _noting(notes, "scores from the weights"):
-        tell("copying and positions in the weights")
-        made["scores"] = _weight_scores(model, chosen, alpha, seed)
-    with _noting(notes, "circuits"):
-        tell("singular directions and composition")
-        of_model = circuits(model)
-        made["directions"] = _directions(of_model, chosen, seed)
-        made["composition"] = _composition(of_model, chosen, seed, tell)
+    tell("copying and positions in the weights")
+    from_weights: list[dict[str, Any]] = []
+    with _noting(notes, "copying from the weights"):
+        from_weights.append(copying_score(model, chosen, alpha, seed))
+    with _noting(notes, "positions from the weights"):
+        from_weights.append(previous_token_score(model, chosen, alpha, seed))
+    made["scores"] = pd.DataFrame(from_weights)
+    tell("singular directions and composition")
+    of_model = circuits(model)
+    with _noting(notes, "singular directions"):
+        made["directions"] = directions_of(of_model, chosen, seed)
+    with _noting(notes, "composition"):
+        made["composition"] = partners_of(of_model, chosen, seed, tell)
     behaviour, ablated = pd.DataFrame(), pd.DataFrame()
     if scores is None and asked:
         scores = score(model, asked, seed=seed, n_prompts=n_prompts, alpha=alpha, tell=tell)
     if scores is not None:
-        rows = scores.frame[_of(scores.frame, chosen)]
+        rows = scores.frame[rows_of(scores.frame, chosen)]
         behaviour = rows.sort_values(["claimed", "score"], ascending=False, ignore_index=True)
     if causal:
         with _noting(notes, "ablation"):
-            ablated = _ablated(model, chosen, n_prompts, seed, tell)
+            ablated = losses_without(model, chosen, n_prompts, seed, tell)
     return HeadCard(
         model.name,
         chosen,
@@ -274,113 +288,14 @@ def head_card(
 
 
 @contextmanager
-def _noting(notes: list[str], part: str) -> Iterator[None]:
+def _noting(
+    notes: list[str], part: str, also: type[HeadlabError] = UnsupportedError
+) -> Iterator[None]:
     """Turn a part that this model cannot give into a note that says so."""
     try:
         yield
-    except UnsupportedError as error:
+    except (UnsupportedError, also) as error:
         notes.append(f"No {part}: {error}")
-
-
-def _operations(
-    model: Model,
-    head: Head,
-    relations: RelationsLike,
-    mapped: Maps | None,
-    alpha: float,
-    tell: Tell,
-) -> pd.DataFrame:
-    if mapped is None:
-        mapped = maps(model, relations, heads=head, alpha=alpha, tell=tell)
-    rows = mapped.of(head)
-    q = corrected(rows["p_value"].to_numpy(float))
-    claimed = (q <= alpha) & (rows["effect"] >= mapped.about["min_effect"])
-    rows = rows.assign(q_value=q, claimed=claimed)
-    rows = rows[rows["score"] > 0]
-    return rows.sort_values(
-        ["claimed", "effect"], ascending=False, kind="stable", ignore_index=True
-    ).head(max(_OPERATIONS, int(claimed.sum())))
-
-
-def _weight_scores(model: Model, head: Head, alpha: float, seed: int) -> pd.DataFrame:
-    copies = copying(model, alpha=alpha, seed=seed)
-    before = previous_token(model, alpha=alpha, seed=seed)
-    rows = []
-    for what, frame in (
-        ("copying (eigenvalues of W_OV)", copies.assign(ci_low=np.nan, ci_high=np.nan)),
-        ("previous token (positions in W_QK)", before),
-    ):
-        row = frame[_of(frame, head)].iloc[0].to_dict()
-        verdict = row.get("kind", "") or ("looks one back" if row.get("claimed") else "")
-        kept = ("score", "ci_low", "ci_high", "n", "null_mean", "p_value", "q_value")
-        rows.append({"what": what, **{name: row[name] for name in kept}, "verdict": verdict})
-    return pd.DataFrame(rows)
-
-
-def _directions(made: Circuits, head: Head, seed: int) -> pd.DataFrame:
-    frame = singular_vectors(made, head, n=_DIRECTIONS, k=_WORDS, seed=seed).frame
-    sides = {side: rows.set_index("direction") for side, rows in frame.groupby("side")}
-    joined = pd.DataFrame(
-        {
-            "share": sides["reads"]["share"],
-            "reads": sides["reads"]["top"],
-            "writes": sides["writes"]["top"],
-        }
-    )
-    return _listed(joined.reset_index(drop=True))
-
-
-def _composition(made: Circuits, head: Head, seed: int, tell: Tell) -> pd.DataFrame:
-    if made.n_layers < 2:
-        return pd.DataFrame()
-    frame = composition(made, seed=seed, tell=tell).frame
-    reads = frame[frame["late"] == str(head)]
-    writes = frame[frame["early"] == str(head)]
-    reads = reads.assign(side="reads by " + reads["kind"], partner=reads["early"])
-    writes = writes.assign(side="writes to " + writes["kind"] + " of", partner=writes["late"])
-    best = [rows.nlargest(_PARTNERS, "effect") for rows in (reads, writes)]
-    columns = ["side", "partner", "score", "null_mean", "z", "p_value", "q_value"]
-    return pd.concat(best)[columns].reset_index(drop=True)
-
-
-def _ablated(model: Model, head: Head, n: int, seed: int, tell: Tell) -> pd.DataFrame:
-    if model.tokenizer is None:
-        raise PromptError(
-            f"{model.name} came without a tokenizer, which text for ablation needs; load it with tokenizer=, or pass "
-            "causal=False"
-        )
-    longest = model.spec.max_context or _TEXT_LENGTH
-    plain = prose_windows(model.tokenizer, prose(), n, min(_TEXT_LENGTH, longest), seed, model.bos)
-    tokens = plain_tokens(model.tokenizer, model.spec.n_vocab)
-    size = min(_REPEATED, len(tokens) // 2, (longest - 1) // 2)
-    repeated = repeated_tokens(tokens, n, size, seed, model.bos).repeated
-    rows = []
-    for what, ids in (("plain text", plain), ("repeated random tokens", repeated)):
-        effects = ablate_each(
-            model, ids, metrics.loss(), heads=f"{head.layer}.*", seed=seed, tell=tell
-        ).frame
-        own = effects[effects["head"] == head.head].iloc[0]
-        others = effects[effects["head"] != head.head]["effect"]
-        rows.append(
-            {
-                "what": what,
-                **{name: own[name] for name in ("effect", "ci_low", "ci_high", "n", "p_value")},
-                "rank": f"{1 + int((others > own['effect']).sum())} of {len(effects)}",
-                "others": float(others.mean()) if len(others) else math.nan,
-            }
-        )
-    return pd.DataFrame(rows)
-
-
-def _of(frame: pd.DataFrame, head: Head) -> pd.Series:
-    return (frame["layer"] == head.layer) & (frame["head"] == head.head)
-
-
-def _listed(frame: pd.DataFrame) -> pd.DataFrame:
-    """Lists of tokens as one text each; repr shows the space at the beginning of a word."""
-    return frame.map(
-        lambda cell: " ".join(map(repr, cell)) if isinstance(cell, list | tuple) else cell
-    )
 
 
 def _words(frame: pd.DataFrame, column: str) -> pd.Series | str:

@@ -24,6 +24,8 @@ import numpy as np
 import pandas as pd
 from jaxtyping import Float
 
+from headlab.arguments import rate, seed_number, whole_number
+from headlab.errors import PlanError
 from headlab.parameters import EmbeddingKind, circuits, composition, copying, previous_token
 from headlab.roles import Scores, head_label, score
 
@@ -37,7 +39,7 @@ COUNTERPARTS = (
     ("induction_weights", "induction"),
 )
 _RESAMPLES = 1000
-_SHOWN = 5
+_SHOWN, _LEAST = 5, 3
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -52,11 +54,13 @@ class SideBySide:
             no independent sample), ``n`` (heads), ``p_value`` (two-sided, by permutation), ``auc`` (chance that a
             claimed head has more of it in its weights than another), ``claimed``, ``best`` (the heads with most of it
             in their weights, and which of these are claimed).
+        notes: What is said of scores from the weights.
     """
 
     model: str
     frame: pd.DataFrame
     agreement: pd.DataFrame
+    notes: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
         lines = [f"Weights beside behaviour of {self.model}, {len(self.frame)} heads"]
@@ -65,6 +69,7 @@ class SideBySide:
                 f"  {row['role']}: ρ = {row['spearman']:.2f} [{row['ci_low']:.2f}, {row['ci_high']:.2f}], "
                 f"AUC {row['auc']:.2f} for {row['claimed']} claimed; most in the weights: {row['best']}"
             )
+        lines += [f"  Note: {note}" for note in self.notes]
         return "\n".join(lines)
 
 
@@ -94,6 +99,8 @@ def side_by_side(
         UnsupportedError: The weights cannot be read.
     """
     roles = [role for _, role in COUNTERPARTS]
+    n_prompts, alpha, seed = whole_number(n_prompts, "n_prompts", 2), rate(alpha), seed_number(seed)
+    check_scores(model, scores)
     if scores is None:
         scores = score(model, roles, seed=seed, n_prompts=n_prompts, alpha=alpha, tell=tell)
     tell("copying and positions in the weights")
@@ -110,7 +117,31 @@ def side_by_side(
         frame = frame.merge(rows, on=["layer", "head"], how="left", validate="one_to_one")
     rng = np.random.default_rng(seed)
     agreement = [_agreement(frame, weights, role, rng) for weights, role in COUNTERPARTS]
-    return SideBySide(model.name, frame, pd.DataFrame(agreement))
+    notes = tuple(note for note in pd.unique(before["note"]) if note)
+    return SideBySide(model.name, frame, pd.DataFrame(agreement), notes)
+
+
+def check_scores(model: Model, scores: Scores | None) -> None:
+    """Refuse scores whose heads are not the model's. Scores do not hold the weights they are of, so those of a model of
+    the same shape pass.
+
+    Raises:
+        PlanError: They are not.
+    """
+    if scores is None:
+        return
+    if not isinstance(scores, Scores):
+        raise PlanError(f"scores={scores!r:.60} must be what hl.score returned")
+    theirs = set(zip(scores.frame["layer"], scores.frame["head"], strict=True))
+    ours = {
+        (layer, head)
+        for layer, facts in enumerate(model.spec.layers)
+        for head in range(facts.n_heads)
+    }
+    if theirs != ours:
+        raise PlanError(
+            f"the scores given are of {len(theirs)} heads, which are not the {len(ours)} of {model.name}; score it anew"
+        )
 
 
 def _induction(before: pd.DataFrame, composed: pd.DataFrame) -> Float[np.ndarray, " head"]:
@@ -130,6 +161,10 @@ def _agreement(
     from scipy.stats import mannwhitneyu, permutation_test, spearmanr
 
     rows = frame.dropna(subset=[weights, role])
+    if len(rows) < _LEAST:  # nothing to rank, as where no role could be measured
+        nothing = dict.fromkeys(("spearman", "ci_low", "ci_high", "p_value", "auc"), np.nan)
+        counts = {"n": len(rows), "claimed": 0, "best": "–"}
+        return {"weights": weights, "role": role, **nothing, **counts}
     x, y = rows[weights].to_numpy(float), rows[role].to_numpy(float)
     claimed = rows[f"{role}_claimed"].to_numpy(bool)
 

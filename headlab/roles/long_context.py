@@ -29,10 +29,10 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from headlab.attention import keep
+from headlab.attention import attention_chunks, keep
 from headlab.roles.base import Arrays, Detail, Look, Measurement, Probing, Role, register
 from headlab.roles.prose_behaviours import FAR_CONTEXT
-from headlab.roles.prose_rows import attention_chunks, readable, text_ids, text_schema, visible
+from headlab.roles.prose_rows import readable, text_ids, text_schema, visible
 from headlab.roles.scores import RoleInfo
 
 #: Tokens of a text.
@@ -201,7 +201,7 @@ def correlation(a: Float[np.ndarray, "layer head"], b: Float[np.ndarray, "layer 
 
 def _seen(probing: Probing, bulk: range, length: int) -> Bool[np.ndarray, "layer bulk"]:
     """Which keys of the bulk the last row of each layer sees."""
-    layers = zip(probing.model.spec.layers, attention_chunks(probing), strict=True)
+    layers = zip(probing.model.spec.layers, attention_chunks(probing.model), strict=True)
     return np.stack(
         [
             visible(layer.causal, layer.window, chunk, length)[-1, bulk.start : bulk.stop]

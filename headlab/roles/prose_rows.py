@@ -20,7 +20,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from headlab.attention import keep
+from headlab.attention import attention_chunks, keep
 from headlab.errors import PromptError
 from headlab.roles.base import Arrays, Look, Measurement, Probing
 from headlab.tasks import RecordError, prose, prose_windows
@@ -208,7 +208,7 @@ def prose_rows(probing: Probing) -> ProseRows:
             probing.part(f"prose-{start:03d}", batch.numpy(), partial(_run, probing, batch))
         )
     joined = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
-    chunks = attention_chunks(probing)
+    chunks = attention_chunks(probing.model)
     seen = [
         visible(layer.causal, layer.window, chunk, length)
         for layer, chunk in zip(model.spec.layers, chunks, strict=True)
@@ -245,15 +245,6 @@ def lag_edges(probing: Probing, length: int) -> tuple[int, ...]:
 def lag_rows(length: int) -> Int[np.ndarray, " row"]:
     """Rows whose mass is kept by lag: shorter ones have too few keys to tell lags apart."""
     return np.arange(2 * LOCAL, length, _STRIDE)
-
-
-def attention_chunks(probing: Probing) -> list[int | None]:
-    """Chunk of each layer that attends within chunks of the text (Llama 4), or None."""
-    config = probing.model.module.config
-    kinds = getattr(config, "layer_types", None) or []
-    size = getattr(config, "attention_chunk_size", None)
-    layers = range(probing.model.spec.n_layers)
-    return [size if at < len(kinds) and kinds[at] == "chunked_attention" else None for at in layers]
 
 
 @cache

@@ -11,9 +11,9 @@ from jaxtyping import Bool, Float
 from scipy.stats import rankdata
 from torch import Tensor
 
-from headlab.attention import RopePairs, contributions, keep, rope_pairs
+from headlab.attention import RopePairs, attention_chunks, contributions, keep, rope_pairs
 from headlab.roles.base import Arrays, Detail, Probing
-from headlab.roles.prose_rows import FAR, ProseRows, attention_chunks, visible
+from headlab.roles.prose_rows import FAR, ProseRows, visible
 
 _PROMPTS, _LENGTH, _FIRST_ROW, _STRIDE = 3, 256, 64, 8
 
@@ -92,7 +92,7 @@ def _run(probing: Probing, ids: Tensor, pairs: Mapping[int, RopePairs]) -> Array
         keep.tensors("k", layers=list(pairs)),
     ]
     trace = model.trace(ids[None], keep=plan, logits="none")
-    chunks = attention_chunks(probing)
+    chunks = attention_chunks(probing.model)
     for at, layout in pairs.items():
         layer, n = spec.layers[at], len(layout.first)
         q = trace.tensor("q", at)[0].float().transpose(0, 1)  # [head, query, d_head]

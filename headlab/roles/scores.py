@@ -8,7 +8,6 @@ from __future__ import annotations
 import html
 import json
 import math
-import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from typing import Any, Literal, get_args
@@ -26,6 +25,7 @@ from headlab.roles.tables import (
     overlap,
     stability,
 )
+from headlab.text import visible as visible
 
 Kind = Literal["high", "median", "random"]
 
@@ -301,45 +301,6 @@ def role_infos(data: Iterable[Mapping[str, Any]]) -> tuple[RoleInfo, ...]:
         )
         for item in data
     )
-
-
-def visible(text: str, limit: int = 40) -> str:
-    r"""Text in which nothing is invisible, for showing a token; still escape it for HTML.
-
-    Controls, bidirectional and other format characters, unusual spaces, surrogates, private and
-    unassigned characters become escapes such as ``\u202e``; a newline becomes ``↵``, a tab ``⇥``;
-    spaces become ``␣`` where nothing else is there to set them off; a lone combining mark gets a
-    dotted circle to sit on; what is longer than ``limit`` characters ends in ``…``.
-    """
-    if not text:
-        return "∅"
-    if not text.strip(" "):
-        text = text.replace(" ", "␣")
-    shown: list[str] = []
-    marks = 0
-    for character in text[: limit + 1]:
-        category = unicodedata.category(character)
-        marks = marks + 1 if category in ("Mn", "Me") else 0
-        if character in _SYMBOLS:
-            shown.append(_SYMBOLS[character])
-        elif (category in _HIDDEN and character != " ") or character in _BLANK or marks > 2:
-            shown.append(_escape(character))
-        elif marks and not shown:
-            shown.append("◌" + character)
-        else:
-            shown.append(character)
-    return "".join(shown[:limit]) + ("…" if len(text) > limit else "")
-
-
-_SYMBOLS = {"\n": "↵", "\t": "⇥"}
-_HIDDEN = frozenset({"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp", "Zs"})
-# Letters and symbols that draw nothing: Hangul fillers and the empty braille cell.
-_BLANK = frozenset("\u115f\u1160\u3164\uffa0\u2800")
-
-
-def _escape(character: str) -> str:
-    code = ord(character)
-    return f"\\u{code:04x}" if code <= 0xFFFF else f"\\U{code:08x}"
 
 
 def _labels(rows: pd.DataFrame) -> list[str]:

@@ -26,9 +26,9 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from headlab.attention import keep
+from headlab.attention import attention_chunks, keep
 from headlab.roles.base import Arrays, Detail, Probing
-from headlab.roles.prose_rows import attention_chunks, text_ids, visible
+from headlab.roles.prose_rows import text_ids, visible
 
 if TYPE_CHECKING:
     from headlab.model import Model
@@ -249,7 +249,7 @@ def _run(probing: Probing, ids: Int[Tensor, "prompt position"]) -> Arrays:
 
 def seen_keys(probing: Probing, length: int) -> Bool[np.ndarray, "layer query key"]:
     """Which keys the rows of each layer see."""
-    layers = zip(probing.model.spec.layers, attention_chunks(probing), strict=True)
+    layers = zip(probing.model.spec.layers, attention_chunks(probing.model), strict=True)
     return np.stack([visible(layer.causal, layer.window, chunk, length) for layer, chunk in layers])
 
 

@@ -22,18 +22,18 @@ from torch import Tensor
 from headlab.errors import PromptError
 from headlab.tasks.prose import data_folder
 from headlab.tasks.records import RecordError, RecordsLike, read_records
+from headlab.tasks.relation import GENERAL_TEMPLATES, Relation, RelationKind
+from headlab.text import is_text, shown, visible
 
-#: The kinds of Elhelo & Geva 2025, and the user's own.
-RelationKind: TypeAlias = Literal["knowledge", "language", "translation", "algorithmic", "given"]
 #: What to do with words that are several tokens.
 MultiToken: TypeAlias = Literal["skip", "ends"]
 
-#: Sentences that name a source and leave open what comes next, in the manner of MAPS' four templates.
-GENERAL_TEMPLATES = (
-    "Without {source} there is no",
-    "The tale of {source} speaks of",
-    "This page is all about {source} and",
-    "Whenever people hear {source} they think of",
+#: What is said of records that may be single pairs: wrong fields, or lists.
+_SIGNS_OF_PAIRS = (
+    "is a required property",
+    "unexpected)",
+    "is not a mapping",
+    "is not a JSON object",
 )
 
 #: One relation of the user's.
@@ -86,52 +86,6 @@ RELATION_SCHEMA: Mapping[str, Any] = {
 
 
 @dataclass(frozen=True)
-class Relation:
-    """Source words and the target word that belongs to each.
-
-    Attributes:
-        name: What it is called.
-        kind: ``"knowledge"``, ``"language"``, ``"translation"``, ``"algorithmic"``, or ``"given"`` by the user.
-        about: What belongs to what, in one sentence.
-        pairs: Source and target; each source once.
-        k: How many top tokens may hold the target; None for the default of 10.
-        templates: Prompts with ``{source}`` in them: :data:`GENERAL_TEMPLATES` and, last, the relation's own.
-
-    Raises:
-        RecordError: There is no pair, a source comes twice, or a word is blank.
-    """
-
-    name: str
-    kind: RelationKind
-    about: str
-    pairs: tuple[tuple[str, str], ...]
-    k: int | None = None
-    templates: tuple[str, ...] = GENERAL_TEMPLATES
-
-    def __post_init__(self) -> None:
-        if not self.pairs:
-            raise RecordError(f"relation {self.name!r} holds no pair; give at least one")
-        targets: dict[str, str] = {}
-        for source, target in self.pairs:
-            if not source.strip() or not target.strip():
-                raise RecordError(
-                    f"relation {self.name!r} has no word on one side of {(source, target)!r}; fill it in"
-                )
-            if source in targets:
-                raise RecordError(
-                    f"relation {self.name!r} gives source {source!r} twice, with {targets[source]!r} and {target!r}; "
-                    "keep one"
-                )
-            targets[source] = target
-
-    def __len__(self) -> int:
-        return len(self.pairs)
-
-    def __repr__(self) -> str:
-        return f"Relation({self.name!r}, {self.kind}, {len(self.pairs)} pairs)"
-
-
-@dataclass(frozen=True)
 class TokenPairs:
     """A relation as tokens.
 
@@ -157,7 +111,8 @@ class TokenPairs:
 
     def said(self, shown: int = 3) -> str:
         """How many pairs remain, and why the first of the others do not."""
-        kept = f"{self.relation.name}: {len(self)} of {len(self.relation)} pairs remain"
+        name = visible(self.relation.name)
+        kept = f"{name}: {len(self)} of {len(self.relation)} pairs remain"
         if not self.left_out:
             return kept
         some = "; ".join(f"{s!r} → {t!r}: {why}" for (s, t), why in self.left_out[:shown])
@@ -175,7 +130,10 @@ def relations(which: str | Iterable[str] = "all") -> tuple[Relation, ...]:
         PromptError: There is no such relation, or the data cannot be read.
     """
     shipped = _shipped()
-    asked = which.split(",") if isinstance(which, str) else list(which)
+    given = which.split(",") if isinstance(which, str) else which
+    asked = list(given) if isinstance(given, Iterable) else [given]
+    if not all(isinstance(name, str) for name in asked):
+        raise PromptError(f"relations are asked for by name, not by {shown(which)}")
     chosen: dict[str, Relation] = {}
     for name in (name.strip() for name in asked):
         found = [each for each in shipped.values() if name in ("all", each.kind, each.name)]
@@ -198,6 +156,7 @@ def given_relations(source: RecordsLike | Mapping[str, Any]) -> tuple[Relation, 
 
     Raises:
         RecordError: A record does not fit the schema, is empty, gives a source twice, or has another's name.
+            Each record is one whole relation, not one pair.
     """
     if isinstance(source, Mapping):
         source = [source]
@@ -205,16 +164,28 @@ def given_relations(source: RecordsLike | Mapping[str, Any]) -> tuple[Relation, 
         whole = _whole_file(Path(source))
         source = source if whole is None else whole
     found: dict[str, Relation] = {}
-    for record in read_records(source, RELATION_SCHEMA, "relations"):
+    try:
+        records = read_records(source, RELATION_SCHEMA, "relations")
+    except RecordError as error:
+        if not any(sign in str(error) for sign in _SIGNS_OF_PAIRS):
+            raise
+        raise RecordError(
+            f"{error}; one record (a line of a JSON Lines file) is one whole relation, with its name and all its pairs"
+        ) from error
+    for record in records:
         relation = _relation(record)
         if relation.name in found:
-            raise RecordError(f"two relations are called {relation.name!r}; rename one")
+            raise RecordError(f"two relations are called {relation.name!r:.60}; rename one")
         found[relation.name] = relation
     return tuple(found.values())
 
 
 def token_pairs(
-    relation: Relation, tokenizer: Any, *, multi_token: MultiToken = "skip"
+    relation: Relation,
+    tokenizer: Any,
+    *,
+    multi_token: MultiToken = "skip",
+    n_vocab: int | None = None,
 ) -> TokenPairs:
     """The pairs of a relation as single tokens.
 
@@ -224,6 +195,7 @@ def token_pairs(
         multi_token: ``"skip"`` leaves out pairs with a word of several tokens, as MAPS does. ``"ends"`` takes the
             source's last token and the target's first, still with a space in front: our reading of the multi-token
             variant of MAPS, unverified (the paper's code is said to leave the space out there).
+        n_vocab: Tokens the model has; pairs with others, of a tokenizer with more, are left out. All by default.
 
     Raises:
         PromptError: There is no tokenizer, or no such policy.
@@ -239,6 +211,9 @@ def token_pairs(
         source, target = (sides[0] or [-1])[-1], (sides[1] or [-1])[0]
         if why := _why_not(pair, sides, multi_token):
             left_out.append((pair, why))
+        elif n_vocab is not None and max(source, target) >= n_vocab:
+            word, token = max(zip(pair, (source, target), strict=True), key=lambda each: each[1])
+            left_out.append((pair, f"{word!r} is token {token}, which the model does not have"))
         elif source in kept:
             left_out.append((pair, f"its source is the same token as {kept[source][1][0]!r}"))
         elif pair[0] != pair[1] and source == target:
@@ -258,11 +233,17 @@ def word_tokens(tokenizer: Any, word: str) -> list[int]:
     """Tokens of a word in the middle of a sentence; none for a word the tokenizer does not know.
 
     A space goes in front. Tokenizers that put one in front of every text by themselves (SentencePiece's dummy prefix)
-    would read two, so they are given the bare word.
+    would read two, so they are given the bare word. Half a character (a lone surrogate) is no word to any tokenizer.
     """
+    if not is_text(word):
+        return []
     ids = tokenizer(f" {word}", add_special_tokens=False)["input_ids"]
     bare = tokenizer(word, add_special_tokens=False)["input_ids"]
-    if len(bare) < len(ids) and tokenizer.convert_ids_to_tokens(bare[0]).startswith("\u2581"):
+    if (
+        bare
+        and len(bare) < len(ids)
+        and tokenizer.convert_ids_to_tokens(bare[0]).startswith("\u2581")
+    ):
         ids = bare
     known = _plain(tokenizer.decode(ids)) == _plain(word)
     return [int(token) for token in ids] if known else []
@@ -277,7 +258,7 @@ def _why_not(pair: Sequence[str], sides: Sequence[list[int]], multi_token: Multi
         if not tokens:
             return f"the tokenizer does not know the {what} {word!r}"
         if multi_token == "skip" and len(tokens) > 1:
-            return f"the {what} {word!r} is {len(tokens)} tokens"
+            return f"the {what} {word!r} is {len(tokens)} tokens behind a space"
     return ""
 
 
@@ -330,3 +311,17 @@ def _shipped() -> dict[str, Relation]:
     kinds = get_args(RelationKind)
     found.sort(key=lambda each: (kinds.index(each.kind), each.name))
     return {each.name: each for each in found}
+
+
+__all__ = [
+    "GENERAL_TEMPLATES",
+    "RELATION_SCHEMA",
+    "MultiToken",
+    "Relation",
+    "RelationKind",
+    "TokenPairs",
+    "given_relations",
+    "relations",
+    "token_pairs",
+    "word_tokens",
+]

@@ -9,10 +9,11 @@ with r_h = z_h·W_O, without b_O, at a prompt's last position. Training (:func:`
 divergence KL(model ‖ lens). So an untrained lens is W_U applied to Σ_h r_h plus *H copies* of b_U, as in the authors'
 code. Neither the final norm nor a norm behind attention stands between.
 
-A full lens has H·d_model·n_vocab weights, 463 million for a layer of GPT-2. ``rank=`` learns L_h = W_U + A_h·B_h of low
-rank instead, ``heads=`` takes some of the heads and ``vocabulary=`` some of the tokens. These three are headlab's own,
-not the paper's: with some heads alone, the lens predicts the model from them; with some tokens, both distributions are
-renormalised over them.
+A full lens has H·d_model·n_vocab weights, 463 million for a layer of GPT-2. ``rank=`` learns L_h = s_h·W_U + A_h·B_h
+instead, with A_h·B_h of low rank and a number s_h that begins at 1: without the final norm W_U·r_h is many times too
+large, and no matrix of low rank makes W_U smaller. ``heads=`` takes some of the heads and ``vocabulary=`` some of the
+tokens. These three are headlab's own, not the paper's: with some heads alone, the lens predicts the model from them;
+with some tokens, both distributions are renormalised over them.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
 
     from headlab.model import Model
 
-_FORMAT = "headlab-attention-lens-1"
+_FORMAT = "headlab-attention-lens-2"
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,7 +52,7 @@ class AttentionLens:
         heads: The heads, all of one layer.
         vocabulary: Token ids along its last axis.
         change: ``{"dense": [head, d_model, token]}``, what was learned on top of W_U, or its factors ``{"left": [head,
-            d_model, rank], "right": [head, rank, token]}``.
+            d_model, rank], "right": [head, rank, token], "scale": [head]}``, A, B and s.
         bias: c of each head, [head, token].
         losses: KL of each training step before it was taken, in nats; empty for an untrained lens.
     """
@@ -88,14 +89,15 @@ class AttentionLens:
         Args:
             results: r of the lens's heads, in their order.
         """
-        return results @ self.unembedding + self._learned(results, summed=False) + self.bias
+        shared = self._scaled(results) @ self.unembedding
+        return shared + self._learned(results, summed=False) + self.bias
 
     def logits(
         self, results: Float[Tensor, "prompt head d_model"]
     ) -> Float[Tensor, "prompt token"]:
         """The lens: :meth:`per_head` summed over heads, without a row per head in memory."""
         # The part that all heads share is taken once.
-        shared = results.sum(1) @ self.unembedding
+        shared = self._scaled(results).sum(1) @ self.unembedding
         return shared + self._learned(results, summed=True) + self.bias.sum(0)
 
     def top(
@@ -173,7 +175,13 @@ class AttentionLens:
 
         Raises:
             OutputError: The file holds no readable lens, or one of other weights.
+            PlanError: The arguments are no path and model, in this order.
         """
+        if not isinstance(path, str | Path) or not hasattr(model, "fingerprint"):
+            raise PlanError(
+                "AttentionLens.load takes the path first and then the model, as in load('lens.safetensors', model), "
+                f"not {type(path).__name__} and {type(model).__name__}"
+            )
         try:
             with safe_open(path, framework="pt") as file:
                 about = json.loads((file.metadata() or {})["about"])
@@ -204,6 +212,10 @@ class AttentionLens:
             f"{len(self.vocabulary)} tokens, {how}, {learned} numbers learned, {state}"
         )
 
+    def _scaled(self, results: Tensor) -> Tensor:
+        scale = self.change.get("scale")
+        return results if scale is None else results * scale[:, None]
+
     def _learned(self, results: Tensor, summed: bool) -> Tensor:
         after = "pt" if summed else "pht"
         if "dense" in self.change:
@@ -225,9 +237,9 @@ def untrained_lens(
     Args:
         model: A decoder-only model.
         heads: Heads of one layer, ``"5.*"`` for all of it.
-        rank: Rank of what may be learned on top of W_U; None for full maps.
+        rank: Rank of what may be learned beside W_U times a number per head; None for full maps.
         vocabulary: Token ids to predict among; all by default.
-        seed: Seed of A, of variance 1 / d_model; B is 0, so that the lens begins as W_U.
+        seed: Seed of A, of variance 1 / d_model; B is 0 and s is 1, so that the lens begins as W_U.
 
     Raises:
         HeadError: Heads do not exist or lie in several layers.
@@ -257,7 +269,11 @@ def untrained_lens(
         rank = whole_number(rank, "rank", 1)
         generator = torch.Generator().manual_seed(seed)
         left = torch.randn(len(chosen), d_model, rank, generator=generator) / d_model**0.5
-        change = {"left": left.to(bias), "right": bias.new_zeros(len(chosen), rank, len(tokens))}
+        change = {
+            "left": left.to(bias),
+            "right": bias.new_zeros(len(chosen), rank, len(tokens)),
+            "scale": bias.new_ones(len(chosen)),
+        }
     return AttentionLens(model, chosen, tokens, change, bias.repeat(len(chosen), 1))
 
 
@@ -290,9 +306,9 @@ def _fits(lens: AttentionLens) -> None:
         parse_heads(head, lens.model.spec)
     shapes = {name: tuple(value.shape) for name, value in lens.change.items()}
     rank = lens.change["left"].shape[-1] if "left" in shapes else 0
-    wanted = {"dense": (n, d_model, tokens)}
+    wanted: dict[str, tuple[int, ...]] = {"dense": (n, d_model, tokens)}
     if rank:
-        wanted = {"left": (n, d_model, rank), "right": (n, rank, tokens)}
+        wanted = {"left": (n, d_model, rank), "right": (n, rank, tokens), "scale": (n,)}
     inside = (
         int(lens.vocabulary.min()) >= 0 and int(lens.vocabulary.max()) < lens.model.spec.n_vocab
     )

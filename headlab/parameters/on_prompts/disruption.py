@@ -46,6 +46,12 @@ def disrupt(
 
     They work under ``model.edit`` for traces and generation. M is taken of the very prompt that runs.
 
+    ::
+
+        with model.edit(*hl.parameters.disrupt("largest")):
+            text = model.generate("The capital of France is", max_new_tokens=5)
+
+
     Args:
         which: The dimensions with the largest M, with the smallest, or any but those with the largest, drawn once for
             each layer and head (of keys, key/value head).

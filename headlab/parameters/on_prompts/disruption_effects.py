@@ -17,6 +17,7 @@ from jaxtyping import Float
 
 from headlab.arguments import seed_number, whole_number
 from headlab.causal import Metric, Sweep, metrics
+from headlab.causal.metrics import as_metric
 from headlab.errors import PlanError, PromptError
 from headlab.parameters.on_prompts.disruption import KINDS, Which, disrupt
 from headlab.prompts import Prompt
@@ -32,7 +33,10 @@ if TYPE_CHECKING:
 Asked: TypeAlias = tuple[list[int], int]
 #: Fewest prompts of a behaviour; tokens that are repeated; tokens of prose between a secret word and its question.
 _FEWEST, _COPY, _PROSE = 3, 24, 48
+_LOG_PROBABILITY = "log-probability"
 _SECRET = ("The secret word is", ".\n\n", "\n\nThe secret word is")
+#: Mean log-probability of the right token below which the unedited model hardly does the task: e^−3 is 5 %.
+_UNABLE = -3.0
 _WORD = re.compile(r" [a-z]{4,8}")
 #: Columns of :attr:`Disruption.frame`.
 DISRUPTION_COLUMNS = (
@@ -112,7 +116,8 @@ class Disruption:
             does more (smallest or random, by their means), with its own paired p (``control_p``; both NaN for the
             controls); ``q_value``: ``p_value`` corrected over the table (Benjamini and Hochberg).
         values: The metric per behaviour, [1 + kind, prompt]: clean first.
-        about: Model and edits.
+        about: Model and edits; ``metrics``, each behaviour's by name; ``note``: by behaviour, that the unedited model
+            hardly does it (mean log-probability of the right token below −3 nats), so that there is little to lose.
     """
 
     frame: pd.DataFrame
@@ -155,11 +160,16 @@ class Disruption:
         return json.dumps(self.to_dict(), ensure_ascii=False, allow_nan=False)
 
     def __repr__(self) -> str:
-        parts = [
-            f"{row.behaviour}, {row.which}: {row.clean:.3g} → {row.value:.3g}"
-            for row in self.frame.itertuples()
+        lines = [
+            f"Disruption of {', '.join(self.about['sites'])}: means, effect with its 95 % interval"
         ]
-        return f"Disruption of {', '.join(self.about['sites'])}\n  " + "\n  ".join(parts)
+        for row in self.frame.itertuples():
+            lines.append(
+                f"  {row.behaviour}, {row.which}: {row.clean:.3g} → {row.value:.3g}, effect {row.effect:.3g} "
+                f"[{row.ci_low:.3g}, {row.ci_high:.3g}], q {row.q_value:.2g}, n {row.n}"
+            )
+        lines += [f"  {name}: {note}" for name, note in self.about["note"].items()]
+        return "\n".join(lines)
 
 
 def disruption(
@@ -221,6 +231,8 @@ def disruption(
         "sites": list(sites),
         "count": count,
         "seed": seed,
+        "metrics": {one.name: as_metric(one.metric).name for one in chosen},
+        "note": {one.name: note for one in chosen if (note := _unable(one, values[one.name][0]))},
     }
     return Disruption(frame[list(DISRUPTION_COLUMNS)], values, about)
 
@@ -257,6 +269,17 @@ def _rows(
             }
         )
     return rows
+
+
+def _unable(one: Behaviour, clean: Float[np.ndarray, " prompt"]) -> str:
+    """That there is little to lose, where the unedited model gives the right token little chance."""
+    mean = float(clean.mean())
+    if as_metric(one.metric).name != _LOG_PROBABILITY or not mean < _UNABLE:
+        return ""
+    return (
+        f"the unedited model hardly does this (mean log-probability {mean:.3g} nats, a chance of {np.exp(mean):.1g}), "
+        "so a small effect does not mean that it survives"
+    )
 
 
 def _two_sided(values: Float[np.ndarray, " prompt"], seed: int) -> float:

@@ -36,7 +36,7 @@ from headlab.parameters.on_prompts.relation_prompts import (
     source_prompts,
 )
 from headlab.parameters.relation_significance import hits_of
-from headlab.parameters.row_ends import matrices_to_vocabulary, row_ends
+from headlab.parameters.row_ends import Direction, matrices_to_vocabulary, row_ends
 from headlab.statistics import RESAMPLES
 from headlab.tasks.relations import GENERAL_TEMPLATES, Relation, TokenPairs, token_pairs
 from headlab.tasks.relations import relations as shipped_relations
@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from headlab.model import Model
 
 CONTEXTS = ("without_context", "with_context")
+_DOING: dict[Direction, str] = {"promotes": "promote", "suppresses": "suppress"}
 
 
 @dataclass(frozen=True, repr=False)
@@ -56,10 +57,9 @@ class DynamicScores:
     Attributes:
         frame: One row per head and template: ``relation``, ``layer``, ``head``, ``template``, ``static`` φ,
             ``with_context`` and ``without_context`` hit rates, and ``n``, the pairs whose source came out as one token.
-        correlations: One row per context: ``context``, ``r`` (Pearson), its bootstrap interval over heads ``ci_low``
-        and
-            ``ci_high``, ``heads``, ``points`` (heads × templates) and ``pairs``; r is NaN where a side does not vary.
-        about: Model, relation, k, templates, seed.
+        correlations: One row per context: ``context``, ``r`` (Pearson), its bootstrap interval over heads, ``ci_low``
+            to ``ci_high``, ``heads``, ``points`` (heads × templates), ``pairs``; r is NaN where a side does not vary.
+        about: Model, relation, direction, k, templates, seed.
     """
 
     frame: pd.DataFrame
@@ -78,7 +78,10 @@ class DynamicScores:
         return float(of_context.loc[context])
 
     def __repr__(self) -> str:
-        lines = [f"DynamicScores of {self.about['relation']} in {self.about['model']}"]
+        lines = [
+            f"DynamicScores of {self.about['relation']} in {self.about['model']}: which heads "
+            f"{_DOING[self.about['direction']]} the target"
+        ]
         lines += [
             f"  {row.context}: r = {row.r:.2f} [{row.ci_low:.2f}, {row.ci_high:.2f}] over {row.points} "
             f"heads × templates, {row.pairs} pairs"
@@ -93,6 +96,7 @@ def dynamic_scores(
     maps: Maps,
     relation: str | Relation,
     *,
+    direction: Direction = "promotes",
     templates: Sequence[str] = GENERAL_TEMPLATES,
     heads: HeadsLike | None = None,
     seed: int = 0,
@@ -104,13 +108,15 @@ def dynamic_scores(
         model: The model the maps are of.
         maps: Its maps, in which the relation and the heads were mapped.
         relation: The relation: one of headlab's by name, or the relation itself.
+        direction: ``"promotes"`` counts targets among the k tokens a head raises most, ``"suppresses"`` among the k it
+            lowers most; the static score is of the same direction.
         templates: Prompts with ``{source}`` in them.
         heads: The heads to score; by default all that were mapped and can be read.
         seed: Seed of the bootstrap.
         tell: Told how far it is.
 
     Raises:
-        PlanError: The relation was not mapped, or the maps are of another model.
+        PlanError: The relation or the direction was not mapped, or the maps are of another model.
         HeadError: A head does not exist.
         PromptError: No source comes out as one token in a template.
         UnsupportedError: A head was not mapped.
@@ -119,7 +125,7 @@ def dynamic_scores(
 
     given, pairs = mapped_pairs(model, maps, relation)
     used = maps.relation(given.name)
-    static = _static(maps, given.name)
+    static = _static(maps, given.name, direction)
     wanted = tuple(static) if heads is None else parse_heads(heads, model.spec)
     missing = [str(head) for head in wanted if head not in static]
     if missing:
@@ -127,7 +133,8 @@ def dynamic_scores(
             f"there is no static score of {', '.join(missing[:5])}; map these heads first"
         )
     asked = [source_prompts(model, pairs, template) for template in check_templates(templates)]
-    rates = _rates(model, pairs, asked, wanted, used.k, int(maps.about["n_vocab"]), tell)
+    n_vocab = int(maps.about["n_vocab"])
+    rates = _rates(model, pairs, asked, wanted, direction, used.k, n_vocab, tell)
     frame = pd.concat(
         [
             pd.DataFrame(
@@ -148,6 +155,7 @@ def dynamic_scores(
     about = {
         "model": model.name,
         "relation": given.name,
+        "direction": direction,
         "k": used.k,
         "templates": [prompts.template for prompts in asked],
         "seed": seed,
@@ -164,7 +172,12 @@ def mapped_pairs(model: Model, maps: Maps, relation: str | Relation) -> tuple[Re
     if maps.about["fingerprint"] != model.fingerprint:
         raise PlanError(f"these maps are of {maps.about['model']}, not of {model.name}")
     given = shipped_relations([relation])[0] if isinstance(relation, str) else relation
-    pairs = token_pairs(given, model.tokenizer, multi_token=maps.about["multi_token"])
+    pairs = token_pairs(
+        given,
+        model.tokenizer,
+        multi_token=maps.about["multi_token"],
+        n_vocab=maps.about["n_vocab"],
+    )
     n = maps.relation(given.name).n
     if len(pairs.words) != n:
         raise PlanError(
@@ -174,8 +187,8 @@ def mapped_pairs(model: Model, maps: Maps, relation: str | Relation) -> tuple[Re
     return given, pairs
 
 
-def _static(maps: Maps, relation: str) -> dict[Head, float]:
-    rows = maps.ranked(relation).sort_values(["layer", "head"])
+def _static(maps: Maps, relation: str, direction: Direction) -> dict[Head, float]:
+    rows = maps.ranked(relation, direction).sort_values(["layer", "head"])
     return {
         Head(int(layer), int(head)): float(score)
         for layer, head, score in zip(rows["layer"], rows["head"], rows["score"], strict=True)
@@ -187,6 +200,7 @@ def _rates(
     pairs: TokenPairs,
     asked: Sequence[SourcePrompts],
     heads: Sequence[Head],
+    direction: Direction,
     k: int,
     n_vocab: int,
     tell: Tell,
@@ -216,8 +230,8 @@ def _rates(
                 "without_context": v[layer][:, head.head // group],
             }
             for context, values in rows.items():
-                top = row_ends(values, matrix, k, ("promotes",))["promotes"].cpu().numpy()
-                hits = np.split(hits_of(top, targets), ends)
+                end = row_ends(values, matrix, k, (direction,))[direction].cpu().numpy()
+                hits = np.split(hits_of(end, targets), ends)
                 rates[context][:, heads.index(head)] = [part.mean() for part in hits]
     return rates
 

@@ -29,6 +29,10 @@ if TYPE_CHECKING:
 Tell = Callable[[str], None]
 #: Tokens of one capture pass.
 _TOKENS = 1 << 12
+#: Prompts trained on that show whether training diverged.
+_SEEN = 64
+#: How much faster the scales move: they begin several times too large, where the rest begins near its place.
+_SCALE_RATE = 5
 
 
 @dataclass(frozen=True)
@@ -40,6 +44,7 @@ class LensCheck:
         untrained: The same for the lens before training: every map the unembedding.
         prior: KL(model ‖ mean), where mean is the model's mean distribution over the training prompts. A lens whose
             biases alone learned which tokens are common gets this far without reading any head.
+        training: Mean KL before and after, of up to 64 of the prompts it was trained on.
         gain: Mean of ``untrained`` − ``kl``, with its 95 % bootstrap interval over prompts in ``ci`` (NaN for one
             prompt) and a one-sided sign-flip ``p_value``.
         beyond_prior: Mean of ``prior`` − ``kl``, likewise, with ``prior_ci`` and ``prior_p``.
@@ -58,6 +63,13 @@ class LensCheck:
     beyond_prior: float
     prior_ci: tuple[float, float]
     prior_p: float
+    training: tuple[float, float]
+
+    @property
+    def diverged(self) -> bool:
+        """Whether training made the lens worse on what it was trained on, or gave no numbers."""
+        before, after = self.training
+        return not after <= before
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data; NaN becomes None."""
@@ -65,16 +77,30 @@ class LensCheck:
         found |= {name: float(getattr(self, name).mean()) for name in ("kl", "untrained", "prior")}
         for name in ("gain", "p_value", "beyond_prior", "prior_p"):
             found[name] = getattr(self, name)
-        for name in ("ci", "prior_ci"):
+        found = {name: None if np.isnan(value) else value for name, value in found.items()}
+        for name in ("ci", "prior_ci", "training"):
             found[name] = [None if np.isnan(end) else end for end in getattr(self, name)]
-        return found
+        return found | {"diverged": self.diverged}
 
     def __repr__(self) -> str:
-        return (
-            f"LensCheck on {len(self.kl)} held-out prompt(s): KL {self.kl.mean():.3g} nats, untrained "
-            f"{self.untrained.mean():.3g} (p {self.p_value:.2g}), the model's mean distribution "
-            f"{self.prior.mean():.3g} (p {self.prior_p:.2g})"
-        )
+        before, after = self.training
+        (low, high), kl, prior = self.prior_ci, self.kl.mean(), self.prior.mean()
+        if low > 0:
+            verdict = f"better than the model's mean distribution ({prior:.3g}"
+        elif self.beyond_prior > 0:
+            verdict = f"not surely better than the model's mean distribution ({prior:.3g}"
+        else:
+            verdict = (
+                f"no better than the model's mean distribution, which reads no head ({prior:.3g}"
+            )
+        lines = [
+            f"LensCheck on {len(self.kl)} held-out prompt(s): KL {kl:.3g} nats, {verdict}; difference "
+            f"{self.beyond_prior:.3g}, 95 % {low:.3g} to {high:.3g}, p {self.prior_p:.2g})",
+            f"  untrained: {self.untrained.mean():.3g} (p {self.p_value:.2g}); on prompts trained on: {before:.3g} → "
+            f"{after:.3g}",
+        ]
+        lines += ["  diverged: lower rate="] if self.diverged else []
+        return "\n".join(lines)
 
 
 def train_lens(
@@ -97,6 +123,12 @@ def train_lens(
     Full maps take 16 bytes for each of heads · d_model · tokens numbers (weight, gradient and two moments in float32);
     ``rank=``, ``heads`` or ``vocabulary=`` make that less. Log-probabilities take 4 bytes per prompt and token.
 
+    The defaults are the paper's, for full maps and a corpus; on a few dozen prompts they hardly move a lens. There
+    ``rank=8, rate=1e-2, epochs=20`` works. One layer of SmolLM2-135M then takes half a minute on one core, and on
+    prompts kept back KL falls: in layer 29, after about 40 of "The capital of … is the city of", from 30.7 to 3.7 nats
+    (the mean distribution: 5.5); in layer 22, after 48 of 24 tokens of prose, from 12.4 to 3.9 (4.6). In layer 15 it
+    gets no further than the mean distribution.
+
     Args:
         model: A decoder-only model.
         prompts: Five or more; the last position of each counts.
@@ -104,7 +136,9 @@ def train_lens(
         rank: See :func:`~.attention_lens.untrained_lens`.
         vocabulary: See there.
         epochs: Passes over the training prompts, shuffled anew each time; there is no early stop.
-        rate: Adam's learning rate.
+        rate: Adam's learning rate. Of a lens of low rank, it is that of B and c; a step moves r·A by about as much in
+            all, and s by five times it. (The same rate for every number of A would move r·A by √d_model·‖r‖ times as
+            much, several hundred times in late layers, and diverge.)
         batch: Prompts of one forward and backward pass of the lens.
         accumulate: Passes whose gradients make one step; what counts for the result is ``batch · accumulate``, the
             prompts of a step, over which the loss is a mean.
@@ -139,7 +173,8 @@ def train_lens(
     lens = fit(start, results[training], targets[training], epochs=epochs, rate=rate, batch=batch,
                accumulate=accumulate, seed=seed, tell=tell)  # fmt: skip
     prior = targets[training].double().exp().mean(0).log()
-    return lens, check(lens, start, results[test], targets[test], prior, seed)
+    seen = results[training[:_SEEN]], targets[training[:_SEEN]]
+    return lens, check(lens, start, (results[test], targets[test]), seen, prior, seed)
 
 
 @torch.no_grad()
@@ -188,7 +223,13 @@ def fit(
     change = {name: value.clone().requires_grad_() for name, value in start.change.items()}
     bias = start.bias.clone().requires_grad_()
     lens = replace(start, change=change, bias=bias)
-    adam = torch.optim.Adam([*change.values(), bias], lr=rate)
+    # Adam moves every number by about its rate, whatever it is multiplied by.
+    size = results.shape[-1] ** 0.5 * float(results.norm(dim=-1).mean())
+    slower = {"left": 1 / max(size, 1.0), "scale": _SCALE_RATE}
+    adam = torch.optim.Adam(
+        [{"params": value, "lr": rate * slower.get(name, 1)} for name, value in change.items()]
+        + [{"params": bias, "lr": rate}]
+    )
     rng, losses = np.random.default_rng([seed, 1]), []
     for epoch in range(epochs):
         order = torch.from_numpy(rng.permutation(len(results)))
@@ -219,21 +260,32 @@ def divergence(
 def check(
     lens: AttentionLens,
     start: AttentionLens,
-    results: Float[Tensor, "prompt head d_model"],
-    targets: Float[Tensor, "prompt token"],
+    held_out: tuple[Float[Tensor, "prompt head d_model"], Float[Tensor, "prompt token"]],
+    seen: tuple[Float[Tensor, "prompt head d_model"], Float[Tensor, "prompt token"]],
     prior: Float[Tensor, " token"],
     seed: int = 0,
 ) -> LensCheck:
-    """Hold a lens to the one it began as, and to a distribution that reads nothing, on prompts it has not seen."""
+    """Hold a lens to the one it began as, and to a distribution that reads nothing, on prompts it has not seen.
 
-    def of(given: AttentionLens) -> np.ndarray:
+    Args:
+        lens: The lens.
+        start: What it was before training.
+        held_out: What :func:`captured` gives of the prompts kept back.
+        seen: The same of some it was trained on.
+        prior: Log-probabilities that read no head.
+        seed: Seed of the bootstrap and the sign flips.
+    """
+
+    def of(given: AttentionLens, results: Tensor, targets: Tensor) -> np.ndarray:
         parts = [
             divergence(wanted.to(given.bias), given.logits(wrote.to(given.bias)))
             for wrote, wanted in zip(results.split(16), targets.split(16), strict=True)
         ]
         return torch.cat(parts).double().cpu().numpy()
 
-    kl, untrained = of(lens), of(start)
+    kl, untrained = of(lens, *held_out), of(start, *held_out)
+    training = float(of(start, *seen).mean()), float(of(lens, *seen).mean())
+    targets = held_out[1]
     mean = divergence(targets.double(), prior.expand_as(targets)).numpy()
     gains = np.stack([untrained - kl, mean - kl], 1)
     low = high = np.full(2, np.nan)
@@ -245,7 +297,8 @@ def check(
     ]
     means = gains.mean(0)
     return LensCheck(
-        kl, untrained, mean, float(means[0]), intervals[0], float(p[0]), float(means[1]), intervals[1], float(p[1])
+        kl, untrained, mean, float(means[0]), intervals[0], float(p[0]), float(means[1]), intervals[1], float(p[1]),
+        training,
     )  # fmt: skip
 
 

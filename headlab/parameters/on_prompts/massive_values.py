@@ -30,7 +30,7 @@ from headlab.arguments import finite_number, seed_number, whole_number
 from headlab.attention import RopePairs, keep, rope_pairs
 from headlab.errors import PlanError, PromptError, UnsupportedError
 from headlab.prompts import Prompt, lengths_of
-from headlab.statistics import bootstrap_interval
+from headlab.statistics import RESAMPLES
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -68,9 +68,10 @@ class MassiveValues:
         frame: One row per massive dimension: ``site`` (q, k or v), ``layer``, ``head`` (of k and v, the key/value
             head), ``dimension``; its RoPE ``pair``, 0 the fastest (−1: none), ``depth`` = pair / (pairs − 1), 0 for the
             highest frequency and 1 for the lowest, ``wavelength`` in tokens (both NaN outside RoPE); ``norm``: M over
-            all positions of all prompts; ``ratio``: M over its mean over dimensions, with the 95 % bootstrap interval
-            of its mean over ``n`` prompts (NaN for one); ``matched``: for q, whether its key/value head has the same
-            dimension massive in k; for k, whether any of its query heads has; False for v.
+            all positions of all prompts; ``ratio``: M over its mean over dimensions, with its 95 % bootstrap interval
+            over ``n`` prompts (NaN for one): prompts are drawn anew, and M and ratio taken over all that were drawn;
+            ``matched``: for q, whether its key/value head has the same dimension massive in k; for k, whether any of
+            its query heads has; False for v.
         norms: M per site, layer and head, over all prompts, [head, d]; d_head wide for q and k, d_value for v.
         prompt_norms: The same prompt by prompt, [prompt, head, d].
         factor: How many times the mean is massive.
@@ -280,17 +281,35 @@ def _frame(
     for (site, layer), table in norms.items():
         mask = massive_dimensions(table, factor)
         each = prompt_norms[site, layer]
-        share = each / np.maximum(each.mean(-1, keepdims=True), np.finfo(float).tiny)
-        low = high = np.full(int(mask.sum()), np.nan)
-        if len(each) > 1 and mask.any():
-            low, high = bootstrap_interval(share[:, mask], seed)
-        for at, (head, dimension) in enumerate(np.argwhere(mask).tolist()):
+        low = high = np.full(mask.shape, np.nan)
+        if len(each) > 1:
+            low, high = _ratio_intervals(each, np.flatnonzero(mask.sum(-1)), seed)
+        for head, dimension in np.argwhere(mask).tolist():
             norm = table[head, dimension]
             place = _place(pairs.get(layer) if site != "v" else None, dimension)
-            interval = (norm / table[head].mean(), low[at], high[at], len(each))
+            ends = (low[head, dimension], high[head, dimension])
+            interval = (norm / table[head].mean(), *ends, len(each))
             matched = _matched(norms, site, layer, head, dimension, factor)
             rows.append((site, layer, head, dimension, *place, norm, *interval, matched))
     return pd.DataFrame(rows, columns=list(MASSIVE_COLUMNS))
+
+
+def _ratio_intervals(
+    prompt_norms: Float[np.ndarray, "prompt head d"], heads: Int[np.ndarray, " chosen"], seed: int
+) -> tuple[Float[np.ndarray, "head d"], Float[np.ndarray, "head d"]]:
+    """Percentile bootstrap over prompts of M over its mean over dimensions, M taken over all prompts of a draw.
+
+    A mean of prompts' own ratios is another figure, and its interval need not hold this one.
+    """
+    n = len(prompt_norms)
+    draws = np.random.default_rng(seed).integers(n, size=(RESAMPLES, n))
+    counts = np.stack([(draws == prompt).sum(1) for prompt in range(n)], 1)
+    low, high = (np.full(prompt_norms.shape[1:], np.nan) for _ in range(2))
+    for head in heads:
+        norms = np.sqrt(counts @ prompt_norms[:, head] ** 2)
+        ratios = norms / np.maximum(norms.mean(-1, keepdims=True), np.finfo(float).tiny)
+        low[head], high[head] = np.percentile(ratios, [2.5, 97.5], axis=0)
+    return low, high
 
 
 def _place(pairs: RopePairs | None, dimension: int) -> tuple[int, float, float]:

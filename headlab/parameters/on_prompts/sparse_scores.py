@@ -257,6 +257,22 @@ class PromptScores:
                     found.append(firing)
         return found
 
+    def most_attended(
+        self, head: Head, destination: int | None = None
+    ) -> tuple[int, int, float, float]:
+        """Destination, source, attention and score where a head attends most to a token that is not the first.
+
+        −1 and NaN where there is no such token.
+        """
+        rows = slice(None) if destination is None else [destination % self.n]
+        places = np.arange(self.n)[rows]
+        pattern = self.trace.of_head("pattern", head)[0][rows][:, 1:]
+        if not pattern.numel() or not bool((pattern > 0).any()):
+            return -1, -1, float("nan"), float("nan")
+        row, source = divmod(int(pattern.argmax()), pattern.shape[1])
+        found = self.firing(head, int(places[row]), source + 1)
+        return found.destination, found.source, found.attention, found.score
+
     @torch.no_grad()
     def terms(self, firing: Firing) -> Terms:
         """A score's terms.

@@ -17,8 +17,6 @@ terms cancel, which they do in any basis; so the participation ratio (Σ |t|)² 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -35,86 +33,17 @@ from headlab.parameters.on_prompts.sparse_scores import (
     Terms,
     sparse_set,
 )
-from headlab.statistics import bootstrap_interval, corrected, sign_flip_p
+from headlab.parameters.on_prompts.trace_graph import (
+    EDGE_COLUMNS,
+    SHARE_COLUMNS,
+    START_COLUMNS,
+    TraceGraph,
+)
 
 if TYPE_CHECKING:
     import pandas as pd
 
     from headlab.model import Model, Prompt
-
-
-@dataclass(frozen=True, eq=False, repr=False)
-class TraceGraph:
-    """Edges found by tracing heads back, on some prompts.
-
-    Attributes:
-        model: Name of the model.
-        n_prompts: Prompts traced.
-        edges: One line per prompt and edge: prompt, head, destination, source (the firing traced), attention, score,
-            n_terms (selected), side, position (the side's), upstream (a head, ``mlp3``, ``attention_bias3``,
-            ``embedding`` or ``constant``), contribution (in units of q · k), share (of the selected terms' sum),
-            projection (the paper's figure), null (the same head elsewhere; NaN for what is no head), fires (the source
-            the upstream head attends to there, −1 where it does not fire), depth (0 for the heads asked for).
-        shares: Every earlier head of every firing traced, edge or not: prompt, head, side, upstream, share, null_share.
-    """
-
-    model: str
-    n_prompts: int
-    edges: pd.DataFrame
-    shares: pd.DataFrame
-
-    @cached_property
-    def frame(self) -> pd.DataFrame:
-        """Pairs of heads with an edge, over prompts; the most frequent first.
-
-        Columns head, side, upstream, n_edges (prompts with the edge), n (prompts on which the head was traced), share
-        (mean over those) with its 95 % bootstrap interval ci_low and ci_high, null_mean (share), effect, p_value,
-        q_value (over all pairs, those without an edge too).
-        """
-        import pandas as pd
-
-        keys = ["head", "side", "upstream"]
-        per_prompt = self.shares.groupby([*keys, "prompt"], sort=False).mean()
-        counts = self.edges.groupby(keys)["prompt"].nunique()
-        lines: list[dict[str, Any]] = []
-        for pair, rows in per_prompt.groupby(level=keys, sort=False):
-            values = rows[["share", "null_share"]].to_numpy()
-            low, high = bootstrap_interval(values[:, :1], seed=0)
-            mean, null = values.mean(0)
-            lines.append(
-                dict(zip(keys, pair, strict=True))
-                | {
-                    "n_edges": int(counts.get(pair, 0)),
-                    "n": len(values),
-                    "share": mean,
-                    "ci_low": low[0],
-                    "ci_high": high[0],
-                    "null_mean": null,
-                    "effect": mean - null,
-                    "p_value": sign_flip_p(values[:, :1] - values[:, 1:], seed=0)[0],
-                }
-            )
-        frame = pd.DataFrame(lines, columns=_COLUMNS)
-        # A head at a prompt's only other position has no null.
-        frame["q_value"] = corrected(frame["p_value"].to_numpy(float))
-        frame = frame[frame["n_edges"] > 0]
-        return frame.sort_values(["n_edges", "share"], ascending=False, ignore_index=True)
-
-    def __repr__(self) -> str:
-        lines = [
-            f"TraceGraph of {self.model}: {len(self.edges)} edges on {self.n_prompts} prompt(s)"
-        ]
-        for row in self.frame.head(8).itertuples():
-            lines.append(
-                f"  {row.upstream} → {row.head} ({row.side}): share {row.share:.2f}, on {row.n_edges} of "
-                f"{row.n} prompt(s)"
-            )
-        return "\n".join(lines)
-
-
-_COLUMNS = [
-    "head", "side", "upstream", "n_edges", "n", "share", "ci_low", "ci_high", "null_mean", "effect", "p_value"
-]  # fmt: skip
 
 
 def trace_heads(
@@ -164,6 +93,7 @@ def trace_heads(
     directions = Directions(made)
     lines: list[dict[str, Any]] = []
     shares: list[pd.DataFrame] = []
+    starts: list[tuple[Any, ...]] = []
     for prompt, (ids, row) in enumerate(zip(rows, at, strict=True)):
         tell(f"tracing prompt {prompt + 1} of {len(rows)}")
         scores = PromptScores(made, ids, directions)
@@ -172,6 +102,10 @@ def trace_heads(
                 f"destination={row} does not exist: prompt {prompt} has {scores.n} tokens"
             )
         waiting = scores.firings(start, row, least_attention)
+        for head in start:
+            firings = sum(firing.head == head for firing in waiting)
+            most = scores.most_attended(head, row)
+            starts.append((prompt, str(head), firings, *most))
         seen = {(firing.head, firing.destination, firing.source) for firing in waiting}
         for level in range(depth):
             following = []
@@ -189,17 +123,12 @@ def trace_heads(
     return TraceGraph(
         made.model.name,
         len(rows),
-        pd.DataFrame(lines, columns=_EDGE_COLUMNS),
-        pd.concat(shares or [pd.DataFrame(columns=_SHARE_COLUMNS)], ignore_index=True),
+        pd.DataFrame(lines, columns=EDGE_COLUMNS),
+        pd.concat(shares or [pd.DataFrame(columns=SHARE_COLUMNS)], ignore_index=True),
+        pd.DataFrame(starts, columns=START_COLUMNS),
+        least_attention,
+        min_share,
     )
-
-
-_EDGE_COLUMNS = [
-    "prompt", "head", "destination", "source", "attention", "score", "n_terms", "side", "position", "upstream",
-    "contribution", "share", "projection", "null", "fires", "depth",
-]  # fmt: skip
-
-_SHARE_COLUMNS = ["head", "side", "upstream", "share", "null_share", "prompt"]
 
 
 def upstream(scores: PromptScores, terms: Terms, side: str, threshold: float = 1.0) -> pd.DataFrame:

@@ -1,0 +1,5 @@
+"""``python -m headlab``: the command line."""
+
+from headlab.cli import main
+
+main()
