@@ -49,7 +49,7 @@ test: lint ## check style and types, then run every test, slow ones and browser 
 	  echo "notice: there is no chromium here, so the browser tests are skipped (Debian: apt-get install chromium)"; \
 	  HEADLAB_NO_BROWSER=1; export HEADLAB_NO_BROWSER; \
 	fi; \
-	$(RUN) pytest -n 2 --dist loadfile -rs --durations=10 $(ARGS)
+	$(RUN) pytest -n 2 --dist loadfile --no-loadscope-reorder -rs --durations=10 $(ARGS)
 
 # The oldest supported transformers lies beside the newest, and comes first on the path. GPT-J and CodeGen reached the
 # attention interface in 5.24 and T5 shortly before; Gemma 2's own SDPA path ignored its soft cap until then.
