@@ -54,9 +54,9 @@ test: lint ## check style and types, then run every test, slow ones and browser 
 # The oldest supported transformers lies beside the newest, and comes first on the path. GPT-J and CodeGen reached the
 # attention interface in 5.24 and T5 shortly before; Gemma 2's own SDPA path ignored its soft cap until then.
 OLDEST := transformers==5.18.0
-test-oldest: .venv/.oldest ## run the tests of capture, generation and sweeps with the oldest supported transformers
+test-oldest: .venv/.oldest ## run the tests of capture, generation, sweeps and circuits with the oldest supported transformers
 	PYTHONPATH=.venv/oldest $(RUN) pytest -rs tests/test_capture.py tests/test_generate.py tests/test_seam.py \
-	  tests/test_stream.py tests/test_sweep.py \
+	  tests/test_stream.py tests/test_sweep.py tests/test_circuits.py tests/test_embeddings.py \
 	  -k "not gptj and not codegen and not t5 and not gemma2" $(ARGS)
 
 lint: .venv/.dev ## check style (ruff) and types (mypy)
