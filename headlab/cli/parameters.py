@@ -156,7 +156,8 @@ def _shown(rows: pd.DataFrame) -> pd.DataFrame:
     interval = [
         f"{low:.2f}–{high:.2f}" for low, high in zip(rows["ci_low"], rows["ci_high"], strict=True)
     ]
-    rows = rows.assign(head=named, interval=interval)
+    chance = [f"{value:.3f}" for value in rows["null_mean"]]
+    rows = rows.assign(head=named, interval=interval, null_mean=chance)
     columns = [
         "head",
         "relation",
@@ -167,16 +168,14 @@ def _shown(rows: pd.DataFrame) -> pd.DataFrame:
         "null_mean",
         "q_value",
     ]
-    return rows[columns].rename(
-        columns={"null_mean": "chance", "interval": "95 % interval", "q_value": "q"}
-    )
+    return rows[columns].rename(columns={"null_mean": "chance", "q_value": "q"})
 
 
 def _notes(made: Maps) -> list[str]:
     notes = [
         f"score: share of a relation's pairs whose target is among the k tokens the head raises (lowers) most for the "
         f"source; claimed at q ≤ {made.about['alpha']:g}, corrected over the heads mapped, and "
-        f"{made.about['min_effect']:g} above chance. Sorted by score above chance.",
+        f"{made.about['min_effect']:g} above chance. interval: 95 %, over pairs. Sorted by score above chance.",
         f"What stands for a source: {_STAND_INS[made.about['embedding']]}.",
     ]
     notes += [f"Doubt: {made.about['doubt']}."] if made.about["doubt"] else []
