@@ -157,7 +157,8 @@ def _shown(rows: pd.DataFrame) -> pd.DataFrame:
         f"{low:.2f}–{high:.2f}" for low, high in zip(rows["ci_low"], rows["ci_high"], strict=True)
     ]
     chance = [f"{value:.3f}" for value in rows["null_mean"]]
-    rows = rows.assign(head=named, interval=interval, null_mean=chance)
+    score = [f"{value:.2f}" for value in rows["score"]]
+    rows = rows.assign(head=named, score=score, interval=interval, null_mean=chance)
     columns = [
         "head",
         "relation",
