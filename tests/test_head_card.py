@@ -13,8 +13,10 @@ from tiny_models import build, tiny_tokenizer
 
 import headlab as hl
 from headlab import planted
+from headlab.attention import Head
 from headlab.errors import HeadError, PlanError, PromptError
 from headlab.parameters import maps
+from headlab.report.head_facts import mapped_operations
 from headlab.roles.base import RoleError
 from headlab.tasks.relations import Relation
 
@@ -65,9 +67,9 @@ def test_operations_are_the_heads_rows_of_the_maps_corrected_over_themselves() -
     rows = mapped.of("L1H2")
     by_hand = [best["p_value"] * len(rows)]  # the smallest of m p-values
     np.testing.assert_allclose(best["q_value"], by_hand, rtol=1e-9)
-    again = hl.head_card(model, (1, 2), relations=[relation, other], roles=[], causal=False)
-    pd.testing.assert_frame_equal(again.operations, card.operations)
-    assert set(again.salient.iloc[0].index) == {
+    again = mapped_operations(model, Head(1, 2), [relation, other], None, 0.05, lambda text: None)
+    pd.testing.assert_frame_equal(again, card.operations)
+    assert set(card.salient.iloc[0].index) == {
         "source",
         "token",
         "gain",

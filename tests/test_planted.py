@@ -277,7 +277,7 @@ def test_scrambling_keeps_norms_and_changes_only_the_part_named(model):
         (PlanError, "add one", {"heads": {"L1H1": "induction", "L1H0": "previous_token"}}),
         (PlanError, "plant one of previous_token", {"heads": {"L0H0": "copying"}}),
         (PlanError, "two roles", {"heads": {"L0H0": "sink", "0.0": "sink"}}),
-        (HeadError, "write L1H0", {"heads": {"head one": "sink"}}),
+        (HeadError, "does not name a head", {"heads": {"head one": "sink"}}),
         (HeadError, "layers 0–1 and heads 0–3", {"heads": {"L2H0": "sink"}, "n_layers": 2}),
         (HeadError, "heads 0–1", {"heads": {"L0H2": "sink"}, "n_heads": 2}),
         (PlanError, "'llama'", {"family": "bert"}),

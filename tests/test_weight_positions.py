@@ -70,6 +70,20 @@ def test_only_the_planted_previous_token_head_is_claimed(family: str) -> None:
     assert (claimed["score"] <= claimed["ci_high"]).all()
 
 
+def test_scores_thousands_of_nats_apart() -> None:
+    """Rows share one sum over distances; its terms must not vanish beside those of distances a row does not see."""
+    module = build("llama")
+    with torch.no_grad():
+        for name in ("q_proj", "k_proj"):
+            getattr(module.model.layers[0].self_attn, name).weight.mul_(300)
+    model = hl.load(module)
+    options = {"length": 12, "n_tokens": 32}
+    table = previous_token(model, n_null=20, **options)
+    whole = positional_patterns(model, **options)[0]
+    expected = whole[:, range(1, 12), range(11)].mean(-1)
+    np.testing.assert_allclose(table["score"][:6], expected, atol=1e-4)
+
+
 def test_nan_in_one_head_is_its_own_alone() -> None:
     module = build("llama")
     with torch.no_grad():

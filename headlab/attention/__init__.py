@@ -4,7 +4,7 @@ from headlab.attention import keep
 from headlab.attention.ablations import ablate
 from headlab.attention.chunks import attention_chunks
 from headlab.attention.edits import Edit, Where, add, apply, patch, replace, scale
-from headlab.attention.heads import Head, HeadsLike, parse_heads
+from headlab.attention.heads import Head, HeadsLike, parse_heads, read_head
 from headlab.attention.keep import Keep
 from headlab.attention.rope import RopePairs, contributions, frequencies, plain_token, rope_pairs
 from headlab.attention.trace import Trace
@@ -27,6 +27,7 @@ __all__ = [
     "parse_heads",
     "patch",
     "plain_token",
+    "read_head",
     "replace",
     "rope_pairs",
     "scale",

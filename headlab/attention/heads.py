@@ -5,12 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from operator import index
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from headlab.errors import HeadError
 from headlab.models.spec import ModelSpec
 
 _HEAD = re.compile(r"^(?:L(\d+|\*)H(\d+|\*)|(\d+|\*)\.(\d+|\*))$", re.IGNORECASE)
+_ONE_HEAD = re.compile(r"L([0-9]{1,9})H([0-9]{1,9})|([0-9]{1,9})\.([0-9]{1,9})", re.IGNORECASE)
 
 
 class Head(NamedTuple):
@@ -41,6 +42,22 @@ def parse_heads(what: HeadsLike, spec: ModelSpec) -> tuple[Head, ...]:
     if not heads:
         raise HeadError(f"no head was named; {_valid(spec)}")
     return heads
+
+
+def read_head(what: Any) -> Head:
+    """One head from ``"L18H6"``, ``"18.6"`` or ``(18, 6)``, of no model in particular.
+
+    Raises:
+        HeadError: It names none.
+    """
+    if isinstance(what, str):
+        match = _ONE_HEAD.fullmatch(what.strip())
+        if match:
+            layer, head = (int(group) for group in match.groups() if group is not None)
+            return Head(layer, head)
+    elif isinstance(what, tuple) and len(what) == 2 and all(map(_is_int, what)):
+        return Head(index(what[0]), index(what[1]))
+    raise HeadError(f"{what!r:.60} does not name a head; write 'L18H6', '18.6' or (18, 6)")
 
 
 def _expand(what: HeadsLike, spec: ModelSpec) -> list[Head]:

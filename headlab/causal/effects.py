@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from jaxtyping import Float
 
-from headlab.arguments import is_integer, seed_number, whole_number
-from headlab.attention.heads import Head
+from headlab.arguments import seed_number, whole_number
+from headlab.attention.heads import Head, read_head
 from headlab.errors import HeadError, OutputError, PlanError
 from headlab.shards import write_text
 from headlab.statistics import bootstrap_interval, sign_flip_p
@@ -41,7 +40,6 @@ _FORMAT = "headlab-effects-1"
 #: More layers, heads, positions and prompts than there are: a file cannot make maps without end.
 _MOST = 10**6
 _NUMBERS = tuple(name for name in EFFECT_COLUMNS if name not in ("layer", "head", "site"))
-_HEAD = re.compile(r"L([0-9]{1,9})H([0-9]{1,9})|([0-9]{1,9})\.([0-9]{1,9})", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -110,7 +108,7 @@ class Effects:
         Raises:
             HeadError: That names no head, or there is no effect of it.
         """
-        layer, which = _place(head)
+        layer, which = read_head(head)
         chosen = (self.frame["layer"] == layer) & (self.frame["head"] == which)
         if not chosen.any():
             raise HeadError(
@@ -287,18 +285,6 @@ def _check(
                 f"row {at} ({', '.join(f'{name} {part}' for name, part in key.items())}) is {values[at, wrong[0]]} for "
                 f"prompt {wrong[0]}; leave that prompt out, or use a metric that is finite there"
             )
-
-
-def _place(head: Any) -> tuple[int, int]:
-    """Layer and head of a head's name, or of a pair of numbers (−1: the whole layer)."""
-    if isinstance(head, str):
-        match = _HEAD.fullmatch(head.strip())
-        if match:
-            layer, which = (int(group) for group in match.groups() if group is not None)
-            return layer, which
-    elif isinstance(head, tuple) and len(head) == 2 and all(map(is_integer, head)):
-        return int(head[0]), int(head[1])
-    raise HeadError(f"{head!r:.60} does not name a head; write 'L18H6', '18.6' or (18, 6)")
 
 
 def _misfit(document: Mapping[str, Any]) -> str:

@@ -80,7 +80,7 @@ class Circuits:
         """
         self._check(layer)
         weights = self.model.weights
-        value = self._expand(layer, self._through_norm(layer, weights.W_V(layer)))
+        value = self._expand(layer, self._through_norm(layer, weights.W_V(layer), self.fold))
         return FactoredMatrix(value, self._written(layer, weights.W_O(layer).to(value)))
 
     def ov_bias(self, layer: int) -> Float[Tensor, "n_heads d_model"]:
@@ -93,7 +93,7 @@ class Circuits:
         self._check(layer)
         weights = self.model.weights
         W_V = weights.W_V(layer).to(self.dtype)
-        value = self._expand(layer, self._bias(layer, W_V, weights.b_V(layer)))
+        value = self._expand(layer, self._bias(layer, W_V, weights.b_V(layer), self.fold))
         return self._written(layer, value[:, None] @ weights.W_O(layer).to(value))[:, 0]
 
     def qk(self, layer: int, distance: Distance = None) -> FactoredMatrix:
@@ -150,11 +150,7 @@ class Circuits:
             HeadError: There is no such layer.
             UnsupportedError: The weights cannot be read.
         """
-        fold, self.fold = self.fold, True
-        try:
-            maps = self._maps(layer, qk_norm=False)
-        finally:
-            self.fold = fold
+        maps = self._maps(layer, fold=True, qk_norm=False)
         u = self.reads(layer, x.to(self.dtype))
         u = torch.cat([u, torch.ones_like(u[..., :1])], -1)
         made = []
@@ -228,18 +224,18 @@ class Circuits:
                 f"layer {layer} of {self.model.name} attends from one stack to another, so its queries and keys read "
                 "different streams and no one matrix scores them"
             )
-        query, key = self._maps(layer)
+        query, key = self._maps(layer, self.fold, qk_norm=self.fold)
         if layer in self._faults:
             raise UnsupportedError(self._faults[layer])
         return self.turned(layer, query, distance), self._expand(layer, key)
 
     def _maps(
-        self, layer: int, qk_norm: bool = True
+        self, layer: int, fold: bool, qk_norm: bool
     ) -> tuple[Float[Tensor, "n_heads d_in d_head"], Float[Tensor, "n_kv_heads d_in d_head"]]:
-        """Maps from [u, 1] to q and k before any rotation, the gain of a norm on q and k folded in or not."""
+        """Maps from [u, 1] to q and k before any rotation; of the norms, those asked for are folded in."""
         self._check(layer)
         weights, facts = self.model.weights, self.model.spec.layers[layer]
-        norms = weights.qk_norm(layer) if self.fold and qk_norm else (None, None)
+        norms = weights.qk_norm(layer) if qk_norm else (None, None)
         made = []
         for matrix, bias, norm, n in (
             (weights.W_Q(layer), weights.b_Q(layer), norms[0], facts.n_heads),
@@ -247,8 +243,8 @@ class Circuits:
         ):
             full = torch.cat(
                 [
-                    self._through_norm(layer, matrix),
-                    self._bias(layer, matrix.to(self.dtype), bias)[:, None],
+                    self._through_norm(layer, matrix, fold),
+                    self._bias(layer, matrix.to(self.dtype), bias, fold)[:, None],
                 ],
                 1,
             )
@@ -262,22 +258,26 @@ class Circuits:
         return head_norm(norm, n, width, self.dtype, f"layer {layer} of {self.model.name}")
 
     def _through_norm(
-        self, layer: int, matrix: Float[Tensor, "head d_model width"]
+        self, layer: int, matrix: Float[Tensor, "head d_model width"], fold: bool
     ) -> Float[Tensor, "head d_model width"]:
         """The norm's linear part, but for its scale, before a matrix."""
         matrix = matrix.to(self.dtype)
-        if not self.fold:
+        if not fold:
             return matrix
         norm = self._unit(layer)
         matrix = norm.gain[:, None] * matrix
         return matrix - matrix.mean(1, keepdim=True) if norm.centred else matrix
 
     def _bias(
-        self, layer: int, matrix: Float[Tensor, "head d_model width"], own: Tensor | None
+        self,
+        layer: int,
+        matrix: Float[Tensor, "head d_model width"],
+        own: Tensor | None,
+        fold: bool,
     ) -> Float[Tensor, "head width"]:
         """What a projection gives for a stream of zeros."""
         bias = torch.zeros_like(matrix[:, 0]) if own is None else own.to(matrix)
-        return bias + self._unit(layer).bias @ matrix if self.fold else bias
+        return bias + self._unit(layer).bias @ matrix if fold else bias
 
     def _written(
         self, layer: int, output: Float[Tensor, "n_heads width d_model"]

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import html
 import json
-import re
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from headlab.arguments import whole_number
-from headlab.attention import Head
+from headlab.attention import Head, read_head
 from headlab.errors import HeadError, PlanError
 from headlab.parameters.maps_document import (
     FORMAT,
@@ -26,7 +25,6 @@ if TYPE_CHECKING:
     import pandas as pd
 
 _LONGEST = 2000
-_HEAD = re.compile(r"L(\d{1,9})H(\d{1,9})|(\d{1,9})\.(\d{1,9})", re.IGNORECASE)
 
 
 @dataclass(frozen=True, repr=False)
@@ -135,7 +133,7 @@ class Maps:
         Raises:
             HeadError: That names no head, or one that was not mapped.
         """
-        layer, which = _place(head)
+        layer, which = read_head(head)
         rows = self.frame[(self.frame["layer"] == layer) & (self.frame["head"] == which)]
         if rows.empty:
             raise HeadError(
@@ -235,19 +233,6 @@ def _labels(rows: pd.DataFrame) -> list[str]:
     return [
         str(Head(int(at), int(head))) for at, head in zip(rows["layer"], rows["head"], strict=True)
     ]
-
-
-def _place(head: Any) -> tuple[int, int]:
-    if isinstance(head, str):
-        match = _HEAD.fullmatch(head.strip())
-        if match:
-            layer, which = (int(group) for group in match.groups() if group is not None)
-            return layer, which
-    elif (
-        isinstance(head, tuple) and len(head) == 2 and all(hasattr(at, "__index__") for at in head)
-    ):
-        return int(head[0]), int(head[1])
-    raise HeadError(f"{head!r:.60} does not name a head; write 'L18H6', '18.6' or (18, 6)")
 
 
 __all__ = ["MAPS_COLUMNS", "MappedRelation", "Maps"]

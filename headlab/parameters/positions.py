@@ -246,10 +246,9 @@ class _Means:
                 continue
             # Row i sees distances 0 … i, or those of its window, so all rows share the terms of one sum.
             scores = self._by_lag(layer, q[0], k[0]).double()
-            terms = (scores - scores.amax(-1, keepdim=True)).exp()
             window = self.model.spec.layers[layer].window or self.length
             last = torch.arange(1, self.length, device=q.device).clamp(max=window - 1)
-            weight = terms[:, 1:2] / terms.cumsum(-1)[:, last]
+            weight = (scores[:, 1:2] - scores.logcumsumexp(-1)[:, last]).exp()
             found.append(weight.mean(-1) if window > 1 else torch.zeros_like(weight[:, 0]))
         joined: np.ndarray = torch.cat(found).double().cpu().numpy()
         return joined

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from headlab.attention.heads import Head
+from headlab.attention.heads import Head, read_head
 from headlab.errors import HeadError, PlanError
 from headlab.planted.meanings import check_words
 from headlab.planted.seeds import generator
@@ -29,7 +28,6 @@ READS_TOKEN = ("duplicate_token", "contextual", "temporal")
 DEFAULT_HEADS = {"L1H0": "previous_token", "L2H1": "induction"}
 
 MIN_VOCAB, MIN_CONTEXT, MAX_CONTEXT = 16, 8, 16384
-_HEAD = re.compile(r"^(?:L(\d+)H(\d+)|(\d+)\.(\d+))$", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -137,16 +135,6 @@ def make_plan(
     plan = Plan(family, roles, (), n_layers, n_heads, n_kv_heads, vocab, max_context, seed)
     _check_roles(plan)
     return replace(plan, distractors=_choose_distractors(plan, distractors))
-
-
-def read_head(what: str | tuple[int, int]) -> Head:
-    """Read ``"L1H0"``, ``"1.0"`` or ``(1, 0)``; raises :class:`HeadError` for anything else."""
-    text = f"{what[0]}.{what[1]}" if isinstance(what, tuple) and len(what) == 2 else str(what)
-    match = _HEAD.match(text.strip())
-    if match is None:
-        raise HeadError(f"{what!r} does not name one head: write L1H0, 1.0 or (1, 0)")
-    layer, head = (int(group) for group in match.groups() if group is not None)
-    return Head(layer, head)
 
 
 def _read(heads: Mapping[str, str] | Mapping[tuple[int, int], str]) -> dict[Head, str]:

@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 import torch
 from transformers import PreTrainedModel
 
-from headlab.attention.heads import Head
+from headlab.attention.heads import Head, read_head
 from headlab.errors import HeadError, PlanError
 from headlab.planted.build import Planted
-from headlab.planted.plan import READS_PREVIOUS, read_head
+from headlab.planted.plan import READS_PREVIOUS
 from headlab.planted.seeds import generator
 
 PARTS = ("qk", "ov")
