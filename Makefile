@@ -28,7 +28,7 @@ export OMP_WAIT_POLICY ?= PASSIVE
 .DELETE_ON_ERROR:
 MAKEFLAGS += --no-builtin-rules
 
-.PHONY: help install dev report test test-oldest lint format bench notebooks wheel clean distclean
+.PHONY: help install dev report test test-long test-oldest lint format bench notebooks wheel clean distclean
 
 help: ## list the targets
 	@echo "headlab: find out what each attention head of a language model does, and how we know"
@@ -44,19 +44,24 @@ dev: .venv/.dev ## install, with all that tests and development need
 report: .venv/.installed ## report on a model (MODEL=, OUT=); the last line is the page's path
 	@$(BIN)/headlab report $(if $(MODEL),"$(MODEL)") --out "$(OUT)" $(ARGS)
 
-test: lint ## check style and types, then run every test, slow ones and browser ones too
+test: lint ## check style and types, then run every test but the long ones
 	@if ! command -v chromium >/dev/null 2>&1 && [ -z "$$HEADLAB_NO_BROWSER" ]; then \
 	  echo "notice: there is no chromium here, so the browser tests are skipped (Debian: apt-get install chromium)"; \
 	  HEADLAB_NO_BROWSER=1; export HEADLAB_NO_BROWSER; \
 	fi; \
-	$(RUN) pytest -n 2 --dist loadfile --no-loadscope-reorder -rs --durations=10 $(ARGS)
+	$(RUN) pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not long" -rs --durations=10 $(ARGS)
+
+test-long: .venv/.dev ## run the tests that take a minute or more each
+	$(RUN) pytest -n 2 -m long -rs --durations=10 $(ARGS)
 
 # The oldest supported transformers lies beside the newest, and comes first on the path. GPT-J and CodeGen reached the
 # attention interface in 5.24 and T5 shortly before; Gemma 2's own SDPA path ignored its soft cap until then.
 OLDEST := transformers==5.18.0
 test-oldest: .venv/.oldest ## run the tests of capture, generation, sweeps and circuits with the oldest supported transformers
-	PYTHONPATH=.venv/oldest $(RUN) pytest -rs tests/test_capture.py tests/test_generate.py tests/test_seam.py \
+	PYTHONPATH=.venv/oldest $(RUN) pytest -n 2 --dist loadfile -rs -m "not long" \
+	  tests/test_capture.py tests/test_generate.py tests/test_seam.py \
 	  tests/test_stream.py tests/test_sweep.py tests/test_circuits.py tests/test_embeddings.py \
+	  tests/test_streaming.py tests/test_streaming_resume.py \
 	  -k "not gptj and not codegen and not t5 and not gemma2" $(ARGS)
 
 lint: .venv/.dev ## check style (ruff) and types (mypy)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from inspect import signature
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -18,6 +19,7 @@ from headlab.attention.edits import BoundEdit, Edit, bind
 from headlab.attention.keep import Keep, is_whole
 from headlab.attention.probe import measure
 from headlab.attention.session import Session
+from headlab.attention.streaming import CHUNK, stream
 from headlab.attention.trace import Trace
 from headlab.errors import PlanError, PromptError, UnsupportedError
 from headlab.models import Blocks, HeadWeights, ModelSpec, open_model
@@ -217,6 +219,44 @@ class Model:
         if kept is not None:
             kept = _by_position(kept, lengths, last=logits == "last")
         return self._trace(collector, shown, lengths, kept)
+
+    def stream(
+        self,
+        prompt: Prompt,
+        keep: Sequence[Keep] | Keep,
+        out: str | Path,
+        *,
+        chunk: int = CHUNK,
+        logits: Literal["all", "last", "none"] = "last",
+        fresh: bool = False,
+        tell: Callable[[str], None] = lambda text: None,
+    ) -> Trace:
+        """Trace a prompt of any length chunk by chunk into a folder, from which it is read as it is used.
+
+        A killed run goes on where it stopped when it is called again with the same arguments. Edits in force act on
+        each chunk as they do on each step of generation; a run under edits is not gone on with, since nothing can tell
+        whether they are the same.
+
+        Args:
+            prompt: One prompt, for a decoder-only model.
+            keep: What to capture, as in :meth:`trace`, but for what grows with the square of the prompt.
+            out: Folder for ``trace.safetensors`` and ``trace.json``, which :meth:`Trace.load` opens; until they are
+                whole, work is kept in ``trace.partial`` there, the cache's keys and values included.
+            chunk: Tokens run at a time; memory grows with chunk times prompt.
+            logits: Which logits to keep.
+            fresh: Whether to start over where an unfinished or finished run has left something.
+            tell: Told, in a few words, what is being done.
+
+        Raises:
+            PromptError: The prompt cannot be used, or is more than one.
+            PlanError: The plan names what does not exist or cannot be streamed.
+            UnsupportedError: The model is no decoder.
+            OutputError: The folder cannot be written, is in use, or holds unfinished work of other settings.
+        """
+        plan = keep if isinstance(keep, Sequence) else [keep]
+        ids, folder = self.tokens(prompt), Path(out)
+        options = {"chunk": chunk, "logits": logits, "fresh": fresh, "tell": tell}
+        return stream(self, self._session, ids, plan, folder, **options)  # type: ignore[arg-type]
 
     def forward(
         self,
@@ -421,10 +461,6 @@ class Model:
         self, collector: Collector, ids: Tensor, lengths: Tensor, logits: Tensor | None
     ) -> Trace:
         captured = assemble(collector, lengths)
-        heads = {name: kept.heads for name, kept in collector.statistics.items()}
-        heads |= {name: kept.heads | kept.axis for name, kept in collector.tensors.items()}
-        if collector.rows is not None:
-            heads["rows"] = collector.rows.heads
         return Trace(
             model=self.name,
             ids=ids,
@@ -432,8 +468,8 @@ class Model:
             tokens=self.token_texts(ids),
             logits=logits,
             query_positions=captured.query_positions,
-            heads=heads,
-            labels={n: kept.labels for n, kept in collector.statistics.items() if kept.labels},
+            heads=collector.head_axes,
+            labels=collector.labels,
             _rows=captured.rows,
             _statistics=captured.statistics,
             _tensors=captured.tensors,

@@ -77,7 +77,7 @@ class Shards:
             partial.replace(path)
         except OSError as error:
             partial.unlink(missing_ok=True)
-            raise _cannot_write(self.folder.parent, error) from error
+            raise cannot_write(self.folder.parent, error) from error
         return arrays
 
 
@@ -111,7 +111,8 @@ def _read(path: Path) -> dict[str, np.ndarray] | None:
         return dict(stored)
 
 
-def _cannot_write(folder: Path, error: OSError) -> OutputError:
+def cannot_write(folder: Path, error: OSError) -> OutputError:
+    """The error for a folder that long work can no longer write to."""
     return OutputError(
         f"cannot write to {folder}: {error.strerror or error}; what is finished is kept, so free the way and "
         "run the same command again to go on from there"

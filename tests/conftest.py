@@ -8,6 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import cpu_triton  # noqa: F401 - before anything imports triton
 import pytest
 import torch
 from hypothesis import settings

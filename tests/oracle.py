@@ -196,6 +196,9 @@ def statistics(
     sinks = None if inputs.sinks is None else array(inputs.sinks)
     s = scores(inputs) if s is None else s
     p = softmax(s, sinks) if p is None else p
+    if request.z_gradient is not None:  # weights times their gradients
+        every = np.repeat(array(inputs.v), p.shape[1] // inputs.v.shape[1], axis=1)
+        p = p * (array(request.z_gradient) @ every.swapaxes(-1, -2))
     heads = list(range(p.shape[1])) if request.heads is None else list(request.heads)
     v = np.repeat(array(inputs.v), p.shape[1] // inputs.v.shape[1], axis=1)[:, heads]
     s, p = s[:, heads], p[:, heads]

@@ -14,12 +14,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from headlab.attention.blocks import whole_blocks
 from headlab.attention.keep import (
     STREAM,
     Keep,
     KeepRows,
     KeepStatistics,
     KeepTensors,
+    ZGradient,
     whole_layers,
 )
 from headlab.attention.positions import (
@@ -31,7 +33,7 @@ from headlab.attention.positions import (
 )
 from headlab.attention.seam import Call
 from headlab.errors import OutputError, PlanError
-from headlab.kernels import ENGINES, AttentionInputs, Request, RowEdit
+from headlab.kernels import COLUMN_STATISTICS, AttentionInputs, Request, RowEdit, attend
 from headlab.kernels.dense import attend_rows, row_statistics
 from headlab.models.spec import ModelSpec
 
@@ -65,6 +67,7 @@ class _Group:
     heads: dict[int, tuple[int, ...]]
     items: dict[str, KeepStatistics]
     queries: object
+    z_gradient: ZGradient | None
 
     @property
     def names(self) -> set[str]:
@@ -136,10 +139,12 @@ class Collector:
             if name == "topk":
                 self.statistics["topk_index"] = Kept(heads)
         for group in self._groups:
-            if group.heads == heads and group.queries is None and item.queries is None:
+            both = (group.queries, item.queries, group.z_gradient, item.z_gradient)
+            if group.heads == heads and both == (None, None, None, None):
                 group.items |= {name: item for name in item.names}
                 return
-        self._groups.append(_Group(heads, {name: item for name in item.names}, item.queries))
+        items = {name: item for name in item.names}
+        self._groups.append(_Group(heads, items, item.queries, item.z_gradient))
 
     def _add_tensors(self, item: KeepTensors) -> None:
         heads = item.selection.resolve(self.spec)
@@ -152,7 +157,25 @@ class Collector:
                 dict.fromkeys(whole_layers(heads, self.spec, name), (0,)) if of_layers else heads
             )
 
+    @property
+    def head_axes(self) -> dict[str, dict[int, tuple[int, ...]]]:
+        """Heads along the head axis of everything kept, per layer."""
+        heads = {name: kept.heads for name, kept in self.statistics.items()}
+        heads |= {name: kept.heads | kept.axis for name, kept in self.tensors.items()}
+        return heads if self.rows is None else heads | {"rows": self.rows.heads}
+
+    @property
+    def labels(self) -> dict[str, tuple[str, ...]]:
+        """Names along the last axis of statistics that have one."""
+        return {name: kept.labels for name, kept in self.statistics.items() if kept.labels}
+
     # -- while the model runs --------------------------------------------------------------------------------
+
+    def put(self, name: str, layer: int, value: Tensor) -> None:
+        """Take one step's part of one layer of a kept thing: ``"rows"``, a statistic or a tensor."""
+        kept = self.rows if name == "rows" else self.statistics.get(name) or self.tensors[name]
+        assert kept is not None
+        kept.parts.setdefault(layer, []).append(value)
 
     def attend(
         self,
@@ -177,13 +200,17 @@ class Collector:
         for group in self._groups:
             if layer not in group.heads:
                 continue
+            if "block_map" in group.names:
+                call, inputs, base = whole_blocks(
+                    call, inputs, base, group.items["block_map"].block
+                )
             if group.queries is not None:
                 self._some_rows(group, call, inputs, base)
                 continue
             n_heads = inputs.q.shape[1]
-            every = group.heads[layer] == tuple(range(n_heads))
+            every = group.heads[layer] == tuple(range(n_heads)) and group.z_gradient is None
             request = self._request(group, call, inputs, base, z=every and z is None)
-            result = ENGINES["blockwise"](inputs, request)
+            result = attend(inputs, request)
             if result.z is not None:
                 z = result.z.transpose(1, 2)
             self._store(group, call, result.statistics)
@@ -197,8 +224,10 @@ class Collector:
         if index.shape[1] == 0:
             return
         heads = self.rows.heads[call.layer]
-        pattern = attend_rows(inputs, _request(base, heads=heads), index).pattern
-        self.rows.parts.setdefault(call.layer, []).append(self._wide(pattern, inputs))
+        upstream = _upstream(self._rows_item.z_gradient, call, inputs)
+        request = _request(base, heads=heads, z_gradient=upstream)
+        pattern = attend_rows(inputs, request, index).pattern
+        self.put("rows", call.layer, self._wide(pattern, inputs))
         if call.layer == min(self.rows.heads):
             self._note_queries("rows", call, index)
 
@@ -209,7 +238,7 @@ class Collector:
         every = torch.arange(inputs.n_queries, device=inputs.q.device).expand(inputs.q.shape[0], -1)
         request = _request(base, heads=kept.heads[call.layer])
         pattern = self._wide(attend_rows(inputs, request, every).pattern, inputs)
-        kept.parts.setdefault(call.layer, []).append(self._placed("pattern", call.layer, pattern))
+        self.put("pattern", call.layer, self._placed("pattern", call.layer, pattern))
 
     def _wide(self, rows: Tensor, inputs: AttentionInputs) -> Tensor:
         """Rows over every key since the start, where a sliding cache has dropped the first ones."""
@@ -217,12 +246,12 @@ class Collector:
 
     def _some_rows(self, group: _Group, call: Call, inputs: AttentionInputs, base: Request) -> None:
         index = self._row_index(group.queries, call, inputs)
-        if "received" in group.names or "block_map" in group.names:
+        if group.names & COLUMN_STATISTICS:
             counted = torch.zeros(inputs.q.shape[0], inputs.n_queries, dtype=torch.bool)
             counted = counted.to(index.device).scatter(1, index, True)
             request = _request(self._request(group, call, inputs, base, z=False), counted=counted)
-            only = tuple(name for name in request.statistics if name in ("received", "block_map"))
-            result = ENGINES["blockwise"](inputs, _request(request, statistics=only))
+            only = tuple(name for name in request.statistics if name in COLUMN_STATISTICS)
+            result = attend(inputs, _request(request, statistics=only))
             self._store(group, call, result.statistics)
         if index.shape[1]:
             request = self._request(group, call, inputs, base, z=False)
@@ -259,6 +288,7 @@ class Collector:
             counted=self._real_queries(call),
             block=block.block if block else 64,
             segments=None if segments is None else self._members(segments, call),
+            z_gradient=_upstream(group.z_gradient, call, inputs),
         )
 
     def _real_queries(self, call: Call) -> Tensor | None:
@@ -326,12 +356,15 @@ class Collector:
         left = left if inputs.left is None else inputs.left.to(device)
         lengths = self.query_lengths(call.layer).to(device)
         if isinstance(queries, str) and queries == "generated":
-            if inputs.query_start:  # a decoding step: each of its rows predicts a generated token
+            last = lengths - 1 + left - inputs.query_start  # the last row of the prompt
+            if bool((last < 0).all()):  # decoding: each row predicts a generated token
                 return torch.arange(n, device=device).expand(batch, -1)
-            return (lengths - 1 + left)[:, None]
-        if inputs.query_start:  # positions name prompt tokens, which the first step has passed
-            return torch.empty(batch, 0, dtype=torch.long, device=device)
-        return resolve_positions(queries, lengths, "queries") + left[:, None]
+            index = last[:, None]
+        else:
+            index = resolve_positions(queries, lengths, "queries") + left[:, None]
+            index = index - inputs.query_start
+        # Of a prompt run in several steps, each step has some of the rows; of a batch, all in the first.
+        return index[:, ((index >= 0) & (index < n)).all(0)]
 
     def encoder_side(self, layer: int, keys: bool = False) -> bool:
         """Whether a layer's queries (or keys) are the encoder's tokens in an encoder-decoder model."""
@@ -369,9 +402,10 @@ class Collector:
             if name in _INDEX:
                 left = 0 if inputs.left is None else inputs.left.view(-1, *[1] * (value.dim() - 1))
                 value = torch.where(value >= 0, value + inputs.key_start - left, -1)
-            if name == "received" and inputs.key_start:
-                value = torch.nn.functional.pad(value, (inputs.key_start, 0))
-            self.statistics[name].parts.setdefault(call.layer, []).append(value)
+            if name in COLUMN_STATISTICS and inputs.key_start:
+                width = 1 if name == "received" else group.items[name].block
+                value = torch.nn.functional.pad(value, (inputs.key_start // width, 0))
+            self.put(name, call.layer, value)
 
     def take(
         self, name: str, layer: int, value: Tensor, inputs: AttentionInputs | None = None
@@ -394,7 +428,7 @@ class Collector:
                 ]  # the others were kept when new
         if heads != list(range(value.shape[2])):
             value = value[:, :, heads]
-        kept.parts.setdefault(layer, []).append(self._placed(name, layer, value))
+        self.put(name, layer, self._placed(name, layer, value))
 
     def _placed(self, name: str, layer: int, value: Tensor) -> Tensor:
         """The value where the plan wants it."""
@@ -409,6 +443,23 @@ class Collector:
     def wants(self, name: str, layer: int) -> bool:
         """Whether the plan keeps this tensor of this layer."""
         return name in self.tensors and layer in self.tensors[name].heads
+
+
+def _upstream(gradients: ZGradient | None, call: Call, inputs: AttentionInputs) -> Tensor | None:
+    """The gradient at this call's z, [batch, head, query, d_value]."""
+    if gradients is None:
+        return None
+    if call.layer not in gradients:
+        raise PlanError(f"z_gradient= has no layer {call.layer}, of which statistics are kept")
+    batch, heads, queries, _ = inputs.q.shape
+    shape = (batch, queries, heads, inputs.v.shape[3])
+    found = gradients[call.layer]
+    if found.shape != shape:
+        raise PlanError(
+            f"z_gradient= of layer {call.layer} is {list(found.shape)}, but z is {list(shape)} "
+            "[batch, position, head, d_value]"
+        )
+    return found.to(inputs.q.device).transpose(1, 2)
 
 
 def _request(base: Request, **changes: object) -> Request:

@@ -16,9 +16,13 @@ from torch import Tensor
 
 from headlab.attention.heads import HeadsLike, parse_heads
 from headlab.errors import HeadError, PlanError
-from headlab.kernels import STATISTICS
+from headlab.kernels import LINEAR, STATISTICS
 from headlab.models.spec import ModelSpec
 
+#: Statistics that weights times their gradients have too.
+WEIGHTED = frozenset({*LINEAR, "first_mass", "segment_mass"})
+#: Gradient of a loss with respect to z, by layer: [batch, position, head, d_value].
+ZGradient: TypeAlias = "Mapping[int, Tensor]"
 #: Positions of a sequence: a span, one span per prompt, or a bool mask over [key] or [batch, key].
 SpanLike: TypeAlias = "tuple[int, int] | Sequence[tuple[int, int]] | Tensor"
 #: Query positions, negative ones from the end; [batch, n] gives each prompt its own.
@@ -67,6 +71,7 @@ class KeepRows:
 
     selection: Selection
     queries: Queries = None
+    z_gradient: ZGradient | None = None
 
 
 @dataclass(frozen=True)
@@ -84,6 +89,7 @@ class KeepStatistics:
     targets: Tensor | None = None
     x: Tensor | None = None
     block: int = 64
+    z_gradient: ZGradient | None = None
 
 
 @dataclass(frozen=True)
@@ -104,6 +110,7 @@ def rows(
     *,
     layers: Sequence[int] | None = None,
     heads: HeadsLike | None = None,
+    z_gradient: ZGradient | None = None,
 ) -> KeepRows:
     """Keep the pattern rows of chosen queries: O(queries · keys) memory.
 
@@ -112,8 +119,13 @@ def rows(
             end; ``"generated"`` keeps the rows that predict generated tokens; None keeps every row.
         layers: Layers to keep; all by default.
         heads: Heads to keep, as ``"18.6, 17.*"``; all by default.
+        z_gradient: Gradient of a loss with respect to z, by layer, [batch, position, head, d_value]. With it, every
+            weight is kept times its own gradient, p ∂loss/∂p.
+
+    Raises:
+        PlanError: ``z_gradient`` is of another form.
     """
-    return KeepRows(_selection(layers, heads), queries)
+    return KeepRows(_selection(layers, heads), queries, _gradients(z_gradient))
 
 
 def statistics(
@@ -129,6 +141,7 @@ def statistics(
     targets: Tensor | Sequence[int] | None = None,
     x: Tensor | None = None,
     block: int = 64,
+    z_gradient: ZGradient | None = None,
 ) -> KeepStatistics:
     """Keep statistics of every pattern row, computed inside the attention loop in O(n) memory.
 
@@ -148,9 +161,11 @@ def statistics(
         targets: Key position per query for ``target_mass``, [query] or [batch, query]; −1 for none.
         x: Per-key feature for ``feature``, [key], [key, n] or [batch, key, n].
         block: Side of the squares of ``block_map``, in tokens.
+        z_gradient: Gradient of a loss with respect to z, by layer, [batch, position, head, d_value]. With it, weights
+            are taken times their own gradients, p ∂loss/∂p, in statistics that are sums of weights.
 
     Raises:
-        PlanError: A name is unknown, or what a statistic needs was not given.
+        PlanError: A name is unknown, what a statistic needs was not given, or it is no sum of weights.
     """
     whole = {"n_first": n_first, "window": window, "k": k, "block": block}
     for label, number in whole.items():
@@ -176,6 +191,10 @@ def statistics(
             raise PlanError(f"statistic {name!r} needs {argument}=")
     if list(bins) != sorted(set(bins)):
         raise PlanError(f"bins={list(bins)} must rise")
+    if z_gradient is not None and (other := set(names) - WEIGHTED):
+        raise PlanError(
+            f"{', '.join(sorted(other))} cannot be weighted by gradients; {', '.join(sorted(WEIGHTED))} can"
+        )
     if targets is not None:
         targets = torch.as_tensor(targets)
         if targets.is_floating_point() or targets.dtype == torch.bool:
@@ -192,6 +211,7 @@ def statistics(
         None if targets is None else targets.long(),
         None if x is None else torch.as_tensor(x),
         block,
+        _gradients(z_gradient),
     )
 
 
@@ -236,6 +256,16 @@ def _selection(layers: Sequence[int] | None, heads: HeadsLike | None) -> Selecti
     if wanted == ():
         raise PlanError("layers=[] keeps nothing; leave it out to keep every layer")
     return Selection(wanted, heads)
+
+
+def _gradients(given: ZGradient | None) -> ZGradient | None:
+    if given is None:
+        return None
+    if not isinstance(given, Mapping) or not all(isinstance(x, Tensor) for x in given.values()):
+        raise PlanError(
+            "z_gradient= must hold a tensor per layer, {layer: [batch, position, head, d_value]}"
+        )
+    return {layer: x.detach() for layer, x in given.items()}
 
 
 def is_whole(number: object) -> bool:

@@ -20,7 +20,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
 from headlab.errors import UnsupportedError
-from headlab.kernels import ENGINES, AttentionInputs, Request
+from headlab.kernels import AttentionInputs, Request, attend
 from headlab.models.spec import ModelSpec
 
 _NAME = "headlab"
@@ -45,7 +45,7 @@ class Call:
         """z [batch, query, head, d_value] the fastest way that is exact."""
         if self.native is not None and inputs.k.shape[1] == self.inputs.k.shape[1]:
             return self.native(inputs.q, inputs.k, inputs.v)
-        z = ENGINES["blockwise"](inputs, Request()).z
+        z = attend(inputs, Request()).z
         assert z is not None
         return z.transpose(1, 2)
 

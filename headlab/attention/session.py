@@ -16,7 +16,7 @@ from headlab.attention.edits import BoundEdit
 from headlab.attention.keep import STREAM
 from headlab.attention.seam import Call, Seam, evaluating, expand_groups
 from headlab.errors import PlanError
-from headlab.kernels import ENGINES, AttentionInputs, Request, RowEdit
+from headlab.kernels import AttentionInputs, Request, RowEdit, attend
 from headlab.models import Blocks, HeadWeights
 from headlab.models.blocks import stream_of
 from headlab.models.spec import ModelSpec
@@ -169,7 +169,7 @@ class Session:
             z = collector.attend(call, inputs, edit_scores, edit_pattern)
         if z is None and (edit_scores or edit_pattern):
             request = Request(edit_scores=edit_scores, edit_pattern=edit_pattern)
-            mixed = ENGINES["blockwise"](inputs, request).z
+            mixed = attend(inputs, request).z
             assert mixed is not None
             z = mixed.transpose(1, 2)
         if z is None:

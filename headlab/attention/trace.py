@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -90,30 +91,43 @@ class Trace:
             raise PlanError("this trace kept no rows; ask for them with hl.keep.rows(queries=…)")
         return self._stacked("rows", self._rows, 1)
 
-    def statistic(
-        self, name: str, label: str | None = None
-    ) -> Float[Tensor, "batch layer head query *extra"]:
+    def layer_rows(self, layer: int) -> Float[Tensor, "batch head query key"]:
+        """Pattern rows of one layer's kept heads and queries, without reading the others'.
+
+        Raises:
+            PlanError: No rows were kept for this layer.
+        """
+        if layer not in self._rows:
+            raise PlanError(
+                f"rows were kept for layers {sorted(self._rows)}, not for layer {layer}"
+            )
+        return self._rows[layer]
+
+    def statistic(self, name: str, label: str | None = None, *, layer: int | None = None) -> Tensor:
         """A statistic by name, [batch, layer, head, query], with a last axis where it has one.
 
         Args:
             name: The statistic.
             label: One entry of its last axis by name, such as a segment.
+            layer: Only this layer, [batch, head, query] of its kept heads, without reading the others.
 
         Raises:
-            PlanError: It was not kept, or has no such label.
+            PlanError: It was not kept, or has no such label or layer.
         """
         if name not in self._statistics:
             raise PlanError(
                 f"this trace kept no statistic {name!r}; it kept {', '.join(self._statistics) or 'none'}"
             )
-        stacked = self._stacked(name, self._statistics[name], 1)
+        kept = self._statistics[name]
+        if layer is not None and layer not in kept:
+            raise PlanError(f"{name!r} was kept for layers {sorted(kept)}, not for layer {layer}")
+        value = self._stacked(name, kept, 1) if layer is None else kept[layer]
         if label is None:
-            return stacked
+            return value
         labels = self.labels.get(name, ())
         if label not in labels:
             raise PlanError(f"{name!r} has no {label!r}; it has {', '.join(labels) or 'no labels'}")
-        axis = 4 if name == "segment_z" else stacked.dim() - 1
-        return stacked.select(axis, labels.index(label))
+        return value.select(-2 if name == "segment_z" else -1, labels.index(label))
 
     def tensor(self, name: str, layer: int | None = None) -> Tensor:
         """A tensor by name: [batch, position, head, width], [batch, head, query, key] for ``pattern``, or
@@ -206,16 +220,15 @@ class Trace:
         for kind, table in (("statistics", self._statistics), ("tensors", self._tensors)):
             for name, layers in table.items():
                 tensors |= {f"{kind}/{name}/{layer}": value for layer, value in layers.items()}
-        about = {
-            "format": _FORMAT,
-            "model": self.model,
-            "tokens": self.tokens,
-            "heads": {name: list(kept.items()) for name, kept in self.heads.items()},
-            "labels": self.labels,
-            "groups": list(self._groups.items()),
-            "statistics": list(self._statistics),
-            "tensors": list(self._tensors),
-        }
+        about = about_trace(
+            model=self.model,
+            tokens=self.tokens,
+            heads=self.heads,
+            labels=self.labels,
+            groups=self._groups,
+            statistics=list(self._statistics),
+            tensors=list(self._tensors),
+        )
         try:
             folder.mkdir(parents=True, exist_ok=True)
             ready = {name: value.detach().contiguous().cpu() for name, value in tensors.items()}
@@ -232,7 +245,10 @@ class Trace:
 
     @staticmethod
     def load(folder: str | Path) -> Trace:
-        """Read what :meth:`save` wrote.
+        """Open what :meth:`save` or :meth:`headlab.model.Model.stream` wrote.
+
+        The file is mapped into memory: values are read when they are first used, so a trace may be far larger than
+        memory. Layers are read one by one with ``layer=``.
 
         Raises:
             OutputError: The folder holds no readable trace.
@@ -270,6 +286,29 @@ class Trace:
         if self.logits is not None:
             lines.append(f"  logits {list(self.logits.shape)}")
         return "\n".join(lines)
+
+
+def about_trace(
+    *,
+    model: str,
+    tokens: Sequence[Sequence[str]],
+    heads: Mapping[str, Mapping[int, tuple[int, ...]]],
+    labels: Mapping[str, tuple[str, ...]],
+    groups: Mapping[int, int],
+    statistics: Sequence[str],
+    tensors: Sequence[str],
+) -> dict[str, Any]:
+    """What ``trace.json`` says of the tensors in ``trace.safetensors``; see :class:`Trace`."""
+    return {
+        "format": _FORMAT,
+        "model": model,
+        "tokens": tokens,
+        "heads": {name: list(kept.items()) for name, kept in heads.items()},
+        "labels": labels,
+        "groups": list(groups.items()),
+        "statistics": statistics,
+        "tensors": tensors,
+    }
 
 
 def _rebuilt(about: dict[str, Any], tensors: dict[str, Tensor]) -> Trace:

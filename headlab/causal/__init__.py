@@ -16,6 +16,7 @@ from headlab.causal.attribution.eap_heads import eap_ig_heads
 from headlab.causal.attribution.flow import InformationFlow, Routes, information_flow, proximity
 from headlab.causal.attribution.importance import head_importance
 from headlab.causal.attribution.rollout import Flow, Rollout, attention_flow, attention_rollout
+from headlab.causal.attribution.saliency import attention_saliency
 from headlab.causal.attribution.sources import SourceAttribution, by_source
 from headlab.causal.circuits.acdc import acdc
 from headlab.causal.circuits.checkpoints import over_checkpoints
@@ -68,6 +69,7 @@ __all__ = [
     "atp_star",
     "attention_flow",
     "attention_rollout",
+    "attention_saliency",
     "by_source",
     "direct_logit_attribution",
     "eap",

@@ -188,30 +188,51 @@ def trace(
         Optional[str],  # noqa: UP045
         typer.Option(help="Heads to keep, like '18.6, 17.*'."),
     ] = None,
+    block: Annotated[
+        int, typer.Option(min=1, help="Side of the squares of block_map, in tokens.")
+    ] = 64,
     out: Annotated[
         Optional[Path],  # noqa: UP045
         typer.Option("--out", "-o", help="Folder to write the trace to."),
     ] = None,
+    chunk: Annotated[
+        int,
+        typer.Option(
+            min=1, help="With --out, run a longer prompt this many tokens at a time, resumably."
+        ),
+    ] = 2048,
+    resume: Annotated[
+        bool, typer.Option("--resume/--fresh", help="Go on from a killed run, or start over.")
+    ] = True,
     device: Device = "auto",
     dtype: Dtype = "auto",
     revision: Revision = None,
     trust_remote_code: Trust = False,
     json: Json = False,
 ) -> None:
-    """Run a prompt and capture what its heads do."""
-    from headlab.cli.work import check_out, loaded, plan, prompt_text
+    """Run a prompt and capture what its heads do.
+
+    With --out, a prompt longer than --chunk is streamed: run in chunks and written as it comes, in memory that grows
+    with the prompt and not with its square. The same command goes on after a kill.
+    """
+    from headlab.attention.keep import KeepTensors
+    from headlab.cli.work import check_out, loaded, plan, progress, prompt_text
 
     prompt = prompt_text(text, file)
-    kept = plan(keep, heads)
+    kept = plan(keep, heads, block)
+    if json and all(isinstance(item, KeepTensors) for item in kept):
+        raise PlanError("--json prints statistics and rows; write tensors with --out")
     if out is not None:
         check_out(out)
     found = loaded(model, device, dtype, revision, trust_remote_code)
     ids = found.tokens(prompt, limit=context)
-    result = found.trace(ids, keep=kept, logits="last")
-    if out is not None:
-        result.save(out)
-    if json and not (result.statistics or "rows" in keep):
-        raise PlanError("--json prints statistics and rows; write tensors with --out")
+    if out is not None and ids.shape[1] > chunk:
+        with progress() as tell:
+            result = found.stream(ids, kept, out, chunk=chunk, fresh=not resume, tell=tell)
+    else:
+        result = found.trace(ids, keep=kept, logits="last")
+        if out is not None:
+            result.save(out)
     if json:
         print(result.to_frame().to_json(orient="records"))
     else:

@@ -13,6 +13,8 @@ from typing import Literal
 
 from packaging.requirements import Requirement
 
+from headlab.errors import PlanError
+from headlab.kernels.choice import VARIABLE
 from headlab.models import EMBEDDED, cache_root, list_models
 
 
@@ -35,7 +37,8 @@ class Finding:
 
 def examine() -> list[Finding]:
     """Look at everything."""
-    return [_python(), *_packages(), _device(), _memory(), _embedded(), _cache(), *_extras()]
+    found = [_python(), *_packages(), _device(), *_kernels(), _memory(), _embedded(), _cache()]
+    return [*found, *_extras()]
 
 
 def _python() -> Finding:
@@ -78,6 +81,37 @@ def _device() -> Finding:
     return Finding(
         "accelerator", "optional", f"none; {torch.get_num_threads()} CPU threads are used"
     )
+
+
+def _kernels() -> list[Finding]:
+    """Which attention engine runs on each device here, and why not a faster one."""
+    import torch
+
+    from headlab.kernels import AttentionInputs, Request
+    from headlab.kernels.choice import order
+
+    findings = []
+    devices = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+    for name in devices:
+        x = torch.zeros(1, 1, 2, 16, device=name)
+        call = AttentionInputs(x, x, x, 1.0, causal=True)
+        what = f"attention on {name}"
+        passed: list[str] = []
+        try:
+            engines = order(x.device)
+        except PlanError as error:
+            return [Finding(what, "missing", str(error), f"unset {VARIABLE}")]
+        for engine in engines:
+            reason = engine.why_not(call, Request())
+            if reason is None:
+                slower = f"; {'; '.join(passed)}" if passed else ""
+                state: Literal["ok", "optional"] = "optional" if passed else "ok"
+                findings.append(Finding(what, state, f"{engine.name}: {engine.about}{slower}"))
+                break
+            passed.append(f"not {engine.name}: {reason}")
+        else:
+            findings.append(Finding(what, "missing", "; ".join(passed), f"unset {VARIABLE}"))
+    return findings
 
 
 def _memory() -> Finding:

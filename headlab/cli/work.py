@@ -138,8 +138,13 @@ def named_files(given: Sequence[str]) -> dict[str, str]:
     return files
 
 
-def plan(names: str, heads: str | None) -> list[Keep]:
+def plan(names: str, heads: str | None, block: int = 64) -> list[Keep]:
     """A capture plan from a comma-separated option.
+
+    Args:
+        names: What to keep.
+        heads: Of which heads.
+        block: Side of the squares of ``block_map``, in tokens.
 
     Raises:
         PlanError: A name is unknown, or needs arguments that a command line cannot give.
@@ -157,7 +162,7 @@ def plan(names: str, heads: str | None) -> list[Keep]:
     if "rows" in wanted:
         made.append(keep.rows(queries=[-1], heads=heads))
     if statistics:
-        made.append(keep.statistics(*statistics, heads=heads))
+        made.append(keep.statistics(*statistics, heads=heads, block=block))
     if tensors:
         made.append(keep.tensors(*tensors, heads=heads))
     if not made:

@@ -1,29 +1,27 @@
 """Attention engines: each computes z and statistics of the pattern from one attention call.
 
 * :mod:`~headlab.kernels.dense` holds the whole pattern: the oracle, in any dtype;
-* :mod:`~headlab.kernels.blockwise` holds blocks of rows: exact, on any device, O(n) memory.
+* :mod:`~headlab.kernels.blockwise` holds blocks of rows: exact, on any device, O(n) memory;
+* :mod:`~headlab.kernels.native` does the same in C++, on CPUs;
+* :mod:`~headlab.kernels.fused` holds a tile at a time: Triton, on NVIDIA GPUs.
 
-Each statistic is defined once, in :mod:`~headlab.kernels.statistics`; engines are tested against it.
+:func:`~headlab.kernels.choice.attend` picks one. Each statistic is defined once, in
+:mod:`~headlab.kernels.statistics`; engines are tested against it.
 """
 
-from collections.abc import Callable
-
-from headlab.kernels import blockwise, dense
-from headlab.kernels.inputs import AttentionInputs, AttentionResult, Request, RowEdit
+from headlab.kernels.choice import ENGINES, Engine, attend
+from headlab.kernels.inputs import LINEAR, AttentionInputs, AttentionResult, Request, RowEdit
 from headlab.kernels.statistics import COLUMN_STATISTICS, STATISTICS
-
-#: Engines by name: ``engine(inputs, request) -> AttentionResult``.
-ENGINES: dict[str, Callable[[AttentionInputs, Request], AttentionResult]] = {
-    "blockwise": blockwise.attend,
-    "dense": dense.attend,
-}
 
 __all__ = [
     "COLUMN_STATISTICS",
     "ENGINES",
+    "LINEAR",
     "STATISTICS",
     "AttentionInputs",
     "AttentionResult",
+    "Engine",
     "Request",
     "RowEdit",
+    "attend",
 ]

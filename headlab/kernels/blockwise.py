@@ -190,6 +190,8 @@ def _run(
                 if featured and head in counted:
                     gathered.add("feature", head, mixed[:, at, :, d_value:])
         if chosen and request.statistics:
+            if request.z_gradient is not None:
+                block = _times_gradient(inputs, request.z_gradient, block, heads)
             if len(chosen) < len(heads):
                 block = _of_heads(block, chosen)
             _statistics(inputs, request, block, [heads[at] for at in chosen], in_place, gathered)
@@ -280,6 +282,15 @@ def _hide(
         hidden |= lag.abs() >= inputs.window
     scores[..., first - low :].masked_fill_(hidden, _HIDDEN)
     return scores
+
+
+def _times_gradient(
+    inputs: AttentionInputs, z_gradient: Tensor, block: _Block, heads: list[int]
+) -> _Block:
+    """The block with every weight times its gradient; what is no sum of weights loses its meaning."""
+    upstream = z_gradient[:, heads, block.start : block.stop].to(block.weight)
+    v = inputs.v[:, [head // inputs.group for head in heads], block.low : block.high]
+    return replace(block, weight=block.weight * (upstream @ v.to(upstream).transpose(-1, -2)))
 
 
 def _of_heads(block: _Block, chosen: list[int]) -> _Block:

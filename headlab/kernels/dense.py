@@ -107,6 +107,9 @@ def _rows(
     if request.edit_pattern is not None:
         pattern = request.edit_pattern(pattern, query_index)
     kv_of = tuple(head // inputs.group for head in chosen)
+    if request.z_gradient is not None:  # ∂loss/∂p[q, k] = ∂loss/∂z[q] · v[k]
+        values = inputs.v[:, list(kv_of)].to(dtype)
+        pattern = pattern * (picked(request.z_gradient).to(dtype) @ values.transpose(-1, -2))
     return Rows(scores, pattern, sinks, inputs.v, kv_of, lag, query_index, request)
 
 

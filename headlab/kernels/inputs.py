@@ -9,9 +9,14 @@ from typing import TypeAlias
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from headlab.errors import PlanError
+
 #: Rewrites scores or pattern of some query rows: ``edit(rows, query_index) -> rows``, with rows
 #: [batch, head, query, key] over every key and every query head, and query_index [batch, query].
 RowEdit: TypeAlias = Callable[[Tensor, Tensor], Tensor]
+
+#: Statistics that are sums of weights, and keep their meaning when weights are multiplied by their gradients.
+LINEAR = frozenset({"feature", "local_mass", "lag_mass", "target_mass", "received", "block_map"})
 
 
 @dataclass(frozen=True)
@@ -95,6 +100,11 @@ class Request:
         segments: Which keys belong to which segment, for ``segment_z``.
         edit_scores: Rewrites scores (hidden keys −inf) before the softmax.
         edit_pattern: Rewrites the pattern before it mixes the values.
+        z_gradient: Gradient of a loss with respect to z. With it, every weight of ``rows`` and of the statistics is
+            multiplied by its own gradient, p·(z_gradient·v) = p ∂loss/∂p; only :data:`LINEAR` statistics have one.
+
+    Raises:
+        PlanError: ``z_gradient`` is given with z or with statistics that are not sums of weights.
     """
 
     heads: tuple[int, ...] | None = None
@@ -111,6 +121,14 @@ class Request:
     segments: Bool[Tensor, "#batch key segment"] | None = None
     edit_scores: RowEdit | None = None
     edit_pattern: RowEdit | None = None
+    z_gradient: Float[Tensor, "batch head query d_value"] | None = None
+
+    def __post_init__(self) -> None:
+        if self.z_gradient is not None and (self.z or set(self.statistics) - LINEAR):
+            other = sorted(set(self.statistics) - LINEAR) or ["z"]
+            raise PlanError(
+                f"{', '.join(other)} cannot be weighted by gradients; {', '.join(sorted(LINEAR))} can"
+            )
 
 
 @dataclass

@@ -26,7 +26,7 @@ from transformers import DynamicCache
 from headlab.attention.seam import Call, Seam, evaluating, expand_groups
 from headlab.causal.paths.agreement import agree, check_decoder, close
 from headlab.errors import PlanError, UnsupportedError
-from headlab.kernels import ENGINES, AttentionInputs, Request
+from headlab.kernels import AttentionInputs, Request, attend
 from headlab.models.blocks import stream_of
 
 if TYPE_CHECKING:
@@ -384,7 +384,7 @@ class Parts:
 
 def mixed(inputs: AttentionInputs) -> Float[Tensor, "row position head d_value"]:
     """z of an attention call."""
-    z = ENGINES["blockwise"](inputs, Request()).z
+    z = attend(inputs, Request()).z
     assert z is not None
     return z.transpose(1, 2)
 

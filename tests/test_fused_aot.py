@@ -1,0 +1,53 @@
+"""The shipped configurations of the Triton kernels, compiled without a GPU: registers, spills, tensor cores.
+
+Each case compiles in a process of its own, since this one has Triton's interpreter.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+HERE = Path(__file__).parent
+
+#: Bytes of shared memory a program may have, by architecture.
+SHARED = {80: 99 << 10, 90: 227 << 10}
+
+CASES = (
+    "forward-plain", "forward-default", "forward-rows", "forward-features", "forward-topk",
+    "forward-decode", "merge",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("capability", [80, 90])
+def test_shipped_kernels_fit_the_machine(case: str, capability: int) -> None:
+    environment = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, HERE / "aot.py", case, str(capability)],
+        env=environment
+        | {"TRITON_DEFAULT_FP_FUSION": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    used = {name: int(x) for name, x in (word.split("=") for word in done.stdout.split())}
+    assert used["spills"] <= 16, used
+    assert used["registers"] <= 255, used
+    assert used["shared"] <= SHARED[capability], used
+    if case != "merge":  # few rows, as in decoding, are below what a warp group multiplies
+        wide = capability == 90 and case != "forward-decode"
+        assert used["HGMMA" if wide else "HMMA"] >= 12, used
+    if case == "forward-plain":
+        # In the loop over keys, per score: one exponential, one maximum, one sum, and no key's number as a float.
+        for instruction in ("MUFU", "FMNMX", "FADD"):
+            assert used[instruction] <= 1.3 * used["scores"], used
+        assert used["I2F"] + used["I2FP"] == 0, used
+    if case == "forward-rows":  # sums of entropy and distance: what the plain kernel has not
+        assert used["FADD"] >= 1.5 * used["scores"], used
