@@ -267,7 +267,10 @@ def second(case: str, capability: int) -> tuple[Compiled, int]:
 
 def main(case: str, capability: int) -> None:
     """Compile a case and print what it uses."""
-    code, scores = (forward if case in FORWARD else second)(case, capability)
+    if case == "merge":
+        code, scores = merge(capability), 0
+    else:
+        code, scores = (forward if case in FORWARD else second)(case, capability)
     used = {
         "registers": code.registers,
         "spills": code.spills,

@@ -136,7 +136,9 @@ def test_splitting_the_keys_changes_nothing(inputs: AttentionInputs, splits: int
 def test_split_decode_is_merged_exactly(queries: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A few queries over a long cache, heads of a group in one tile; equal keys in different splits."""
     tiled(monkeypatch, 32, 16)
-    inputs = draw(4, 2, queries, 25, query_start=100 - queries, sinks=normal(4), causal=True)
+    inputs = draw(
+        4, 2, queries, 25, batch=1, query_start=100 - queries, sinks=normal(4), causal=True
+    )
     inputs = replace(inputs, k=torch.cat([inputs.k] * 4, 2), v=torch.cat([inputs.v] * 4, 2))
     request = ask(inputs, FIRST, k=5)
     whole = attend(inputs, request)
@@ -147,6 +149,16 @@ def test_split_decode_is_merged_exactly(queries: int, monkeypatch: pytest.Monkey
         assert torch.equal(parts.statistics[name], whole.statistics[name])
     plain = ask(inputs, PLAIN)
     check(attend(inputs, plain), inputs, plain)
+
+
+def test_blind_rows_amid_rows_that_see_whole_tiles_stay_blind() -> None:
+    mask = torch.ones(1, 1, 40, 70, dtype=torch.bool)
+    mask[..., 3:9, :] = False
+    for sinks in (None, normal(1)):
+        inputs = draw(1, 1, 40, 70, batch=1, mask=mask, sinks=sinks)
+        for names in (PLAIN, ("topk", "topk_index")):
+            request = ask(inputs, names)
+            check(attend(inputs, request), inputs, request)
 
 
 def test_ties_go_to_the_lowest_key_in_every_kind_of_tile() -> None:

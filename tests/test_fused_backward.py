@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from oracle import assert_close
-from test_fused_second import calls, packed
+from test_fused_second import calls, packed, padded
 from test_kernels import CALLS, ask, blind, coin, draw, normal
 from torch import Tensor
 
@@ -110,6 +110,7 @@ def test_gradients_of_expected_features_reach_queries_and_keys() -> None:
 
 def test_gradients_over_many_tiles() -> None:
     check(draw(2, 1, 69, batch=1, mask=packed(20, 1, 48)))
+    check(draw(1, 1, 69, batch=2, mask=padded(40, 0)))
     check(draw(2, 1, 70, 81, batch=1, causal=True, window=40, query_start=11))
 
 

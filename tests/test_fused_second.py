@@ -98,8 +98,15 @@ def packed(*lengths: int) -> Tensor:
     return (same & torch.ones_like(same).tril())[None, None]
 
 
-def test_packed_documents_and_a_window_over_many_tiles() -> None:
+def padded(*left: int) -> Tensor:
+    """Sequences of 69 that begin after some padding each: they see different tiles."""
+    begun = torch.arange(69) >= torch.tensor(left)[:, None]
+    return torch.ones(69, 69, dtype=torch.bool).tril() & begun[:, None, None, :]
+
+
+def test_packed_documents_padding_and_a_window_over_many_tiles() -> None:
     for inputs in (
+        draw(1, 1, 69, batch=2, mask=padded(40, 0)),
         draw(1, 1, 69, batch=1, mask=packed(20, 1, 48)),
         draw(1, 1, 101, batch=1, causal=True, window=35),
     ):
@@ -184,8 +191,9 @@ def test_lists_name_every_tile_some_row_sees_and_no_test_is_left_out(
         for tile in range(len(starts)):
             part = sees[starts[tile] : stops[tile], column * 16 : (column + 1) * 16]
             assert tile in visited or not part.any()
+            blind_rows = (low >= high)[0, starts[tile] : stops[tile]]
+            assert tile not in visited or not blind_rows.all()
             if tile in visited[edge:]:
-                blind_rows = (low >= high)[0, starts[tile] : stops[tile]]
                 assert part.shape == (16, 16)
                 assert bool((part.all(1) | blind_rows).all())
 

@@ -86,14 +86,18 @@ class _Recomputed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, plan: _Plan, *tensors: Tensor) -> tuple[Tensor, ...]:
         plan = replace(plan, inputs=_detached(plan.inputs), request=_detached(plan.request))
-        result = plan.engine(plan.inputs, plan.request)
+        request = plan.request
+        if _derivative(plan.engine) is not None and request.z and "lse" not in plan.outputs:
+            request = replace(request, statistics=(*request.statistics, "lse"))
+        result = plan.engine(plan.inputs, request)
         values = dict(result.statistics)
         if result.z is not None:
             values["z"] = result.z
         outputs = tuple(values[name] for name in plan.outputs)
         ctx.mark_non_differentiable(*(values[name] for name in plan.outputs if name in _INDEX))
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*tensors, *(values[n] for n in ("z", "lse") if n in plan.outputs))
+        ctx.known = [name for name in ("z", "lse") if name in values]
+        ctx.save_for_backward(*tensors, *(values[name] for name in ctx.known))
         ctx.plan = plan
         return outputs
 
@@ -110,22 +114,17 @@ class _Recomputed(torch.autograd.Function):
         wanted = [name for at, name in enumerate(plan.tensors, start=1) if ctx.needs_input_grad[at]]
         if not upstream or not wanted:
             return (None, *(None for _ in plan.tensors))
-        forward = dict(zip(("z", "lse"), saved[len(plan.tensors) :], strict=False))
-        own = _own_backward(plan, wanted, upstream)
-        found = own(forward) if own is not None else _by_blocks(plan, wanted, upstream)
+        known = dict(zip(ctx.known, saved[len(plan.tensors) :], strict=True))
+        asked = _derivative(plan.engine)
+        own = None if asked is None else asked(plan.inputs, plan.request, wanted, upstream)
+        found = _by_blocks(plan, wanted, upstream) if own is None else own(known)
         return (None, *(found.get(name) for name in plan.tensors))
 
 
-def _own_backward(
-    plan: _Plan, wanted: list[str], upstream: dict[str, Tensor]
-) -> Callable[[dict[str, Tensor]], dict[str, Tensor]] | None:
-    """The engine's own derivative, where it has one for what is asked."""
-    module = import_module(plan.engine.module)
-    asked = getattr(module, "backward_of", None)
-    made: Callable[[dict[str, Tensor]], dict[str, Tensor]] | None = (
-        None if asked is None else asked(plan.inputs, plan.request, wanted, upstream)
-    )
-    return made
+def _derivative(engine: Engine) -> Callable[..., Any] | None:
+    """What an engine says of its own derivative: see :func:`headlab.kernels.fused.backward_of`."""
+    found: Callable[..., Any] | None = getattr(import_module(engine.module), "backward_of", None)
+    return found
 
 
 def _by_blocks(plan: _Plan, wanted: list[str], upstream: dict[str, Tensor]) -> dict[str, Tensor]:

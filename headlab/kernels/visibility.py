@@ -53,9 +53,9 @@ def visibility(inputs: AttentionInputs) -> Visibility:
             added = mask.masked_fill(~visible, -torch.inf)
             bias = added if bias is None else bias + added
             mask = visible if visible.shape[1] == 1 else None  # for tight intervals
-            low, high, _ = _measured(mask, low, high)
+            low, high, _ = _measured(inputs, mask, low, high)
             return Visibility(low, high, None, bias)
-    low, high, exact = _measured(mask, low, high)
+    low, high, exact = _measured(inputs, mask, low, high)
     return Visibility(low, high, None if exact else mask, bias)
 
 
@@ -83,16 +83,18 @@ def _clipped(low: Tensor, high: Tensor, n_keys: int) -> tuple[Tensor, Tensor]:
 _MEASURED: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
-def _measured(mask: Tensor | None, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor, bool]:
+def _measured(
+    inputs: AttentionInputs, mask: Tensor | None, low: Tensor, high: Tensor
+) -> tuple[Tensor, Tensor, bool]:
     """The intervals a mask leaves of these, and whether they say all that the mask does."""
     if mask is None:
         return low, high, True
     if mask.shape[1] > 1:
         return low, high, False
-    ends = (mask._version, low.cpu().numpy().tobytes(), high.cpu().numpy().tobytes())
+    state = (mask._version, inputs.causal, inputs.window, inputs.diagonal)
     known: tuple[object, tuple[Tensor, Tensor, bool]] | None = _MEASURED.get(mask)
-    if known is None or known[0] != ends:
-        known = _MEASURED[mask] = (ends, _read(mask[:, 0], low, high))
+    if known is None or known[0] != state:
+        known = _MEASURED[mask] = (state, _read(mask[:, 0], low, high))
     return known[1]
 
 

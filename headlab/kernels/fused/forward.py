@@ -113,13 +113,10 @@ def _tile(
         top, top_key = inserted(top, top_key, s, columns[None, :], P, not EDGE)
     if P.features > 0:
         features = block_of(x_at, 0, 0, j0, n_keys, X, BN, X, X, EDGE, False)
-        if P.halves:
-            upper = p.to(tl.float16)
-            lower = (p - upper.to(tl.float32)).to(tl.float16)
-            x = tl.dot(upper, features, x)
-            x = tl.dot(lower, features, x)
-        else:
-            x += tl.dot(p, features, input_precision=P.full_precision)
+        upper = p.to(tl.float16)
+        lower = (p - upper.to(tl.float32)).to(tl.float16)
+        x = tl.dot(upper, features, x)
+        x = tl.dot(lower, features, x)
     if P.z:
         v = block_of(v_at, sequence, kv, j0, n_keys, v_row, BN, DV, BDV, EDGE, TMA)
         if UPCAST:

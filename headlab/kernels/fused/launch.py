@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from headlab.kernels.fused.call import Call, padded, precision, strides
+from headlab.kernels.fused.call import Call, padded, strides
 from headlab.kernels.fused.configs import Program, Tiles, has_tma, splits_for, tiles_for
 from headlab.kernels.fused.forward import forward_kernel
 from headlab.kernels.fused.merge import merge_kernel
@@ -51,11 +51,12 @@ def launch(call: Call, names: set[str], request: Request, z: Tensor | None) -> d
         return _launch(call, names, request, None, z)
     assert request.features is not None
     blocks = _blocks(request.features)
-    result = _launch(call, names, request, blocks[0], z)
-    parts = [result["feature"]]
+    result = _launch(call, names, request, blocks[0].x, z)
+    parts = [blocks[0].sums(result["feature"])]
     for block in blocks[1:]:
-        parts.append(_launch(call, {"feature"}, request, block, None)["feature"])
-    result["feature"] = torch.cat(parts, -1)[..., : request.features.shape[-1]]
+        got = _launch(call, {"feature"}, request, block.x, None)
+        parts.append(block.sums(got["feature"]))
+    result["feature"] = torch.cat(parts, -1)
     return result
 
 
@@ -144,7 +145,6 @@ def _program(
         argmax="argmax" in names and not topk,
         k=request.k if topk else 0,
         features=0 if features is None else features.shape[-1],
-        halves=features is not None and features.dtype == torch.float16,
         raw=call.softcap == 0 and call.bias is None and call.scale > 0,
         two_sided=not call.inputs.causal,
         pack=pack,
@@ -157,7 +157,6 @@ def _program(
         upcast=flags["UPCAST"],
         interpret=flags["INTERPRET"],
         precision=flags["PRECISION"],
-        full_precision=precision(torch.float32),
     )
     return program, tiles
 
@@ -217,23 +216,59 @@ def _run(
         )  # fmt: skip
 
 
+@dataclass(frozen=True)
+class _Block:
+    """Some columns of features as the kernel takes them.
+
+    Attributes:
+        x: float16, padded; where that is not exact, the columns scaled to 1 and then what they lack, in units of 2⁻¹¹.
+        width: Columns of features.
+        scale: What the columns were divided by, or None where x is exact.
+    """
+
+    x: Tensor
+    width: int
+    scale: Tensor | None
+
+    def sums(self, got: Tensor) -> Tensor:
+        """Expectations of the features, from those of the columns of x."""
+        first = got[..., : self.width]
+        if self.scale is None:
+            return first
+        return (first + got[..., self.width : 2 * self.width] * 2.0**-11) * self.scale
+
+
 #: Features as the kernel takes them: the layers of a model share one tensor.
 _BLOCKS: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
-def _blocks(features: Tensor) -> list[Tensor]:
-    """Features in blocks of columns, padded; as float16 where that loses nothing, as for all that are 0 or 1."""
+def _blocks(features: Tensor) -> list[_Block]:
+    """Features in blocks of columns: as float16 where that loses nothing, as for all that are 0 or 1, else as two."""
     known = _BLOCKS.get(features)
     if known is None or known[0] != features._version:
-        halves = features.to(torch.float16)
-        x = halves if bool((halves == features).all()) else features.to(torch.float32)
-        parts = []
-        for part in x.split(MAX_FEATURES, -1):
-            pad = padded(part.shape[-1]) - part.shape[-1]
-            parts.append(torch.nn.functional.pad(part, (0, pad)).contiguous())
-        known = _BLOCKS[features] = (features._version, parts)
-    blocks: list[Tensor] = known[1]
+        exact = bool((features.to(torch.float16) == features).all())
+        split = _exact if exact else _halved
+        parts = features.split(MAX_FEATURES if exact else MAX_FEATURES // 2, -1)
+        known = _BLOCKS[features] = (features._version, [split(part) for part in parts])
+    blocks: list[_Block] = known[1]
     return blocks
+
+
+def _exact(x: Tensor) -> _Block:
+    return _Block(_columns(x.to(torch.float16)), x.shape[-1], None)
+
+
+def _halved(x: Tensor) -> _Block:
+    x = x.float()
+    scale = x.abs().amax((0, 1)).clamp(min=torch.finfo(torch.float32).tiny)
+    upper = (x / scale).to(torch.float16)
+    lower = ((x / scale - upper.float()) * 2.0**11).to(torch.float16)
+    return _Block(_columns(torch.cat([upper, lower], -1)), x.shape[-1], scale)
+
+
+def _columns(x: Tensor) -> Tensor:
+    """The same with columns of 0 up to a power of two."""
+    return torch.nn.functional.pad(x, (0, padded(x.shape[-1]) - x.shape[-1])).contiguous()
 
 
 def _describable(x: Tensor) -> bool:

@@ -18,7 +18,7 @@ from headlab.kernels.dense import attend_rows
 from headlab.kernels.gradients import needs_gradients
 from headlab.kernels.inputs import AttentionInputs, AttentionResult, Request
 from headlab.kernels.native.build import library, unavailable
-from headlab.kernels.native.call import Call, Struct
+from headlab.kernels.native.call import SERVED, Call, Struct
 
 _INDEX = ("argmax", "topk_index")
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -38,6 +38,8 @@ def why_not(inputs: AttentionInputs, request: Request) -> str | None:
             return f"{str(x.dtype).removeprefix('torch.')} inputs"
     if request.edit_scores is not None or request.edit_pattern is not None:
         return "edits of scores or of the pattern"
+    if unknown := set(request.statistics) - SERVED:
+        return f"it does not compute {', '.join(sorted(unknown))}"
     return unavailable()
 
 

@@ -13,10 +13,13 @@ from headlab.kernels.inputs import AttentionInputs, Request
 from headlab.kernels.visibility import visibility
 
 _NUMBERS = "scaling softcap"
+_STATISTICS = (
+    "lse entropy max topk feature local_mass lag_mass mean_distance target_mass segment_z "
+    "received block_map argmax topk_index"
+)
 _POINTERS = (
     "run slot q k v sinks z_gradient low high mask bias features segments targets counted edges "
-    "z lse entropy max topk feature local_mass lag_mass mean_distance target_mass segment_z "
-    "received block_map argmax topk_index"
+    f"z {_STATISTICS}"
 )
 _ORDER = (
     "batch heads kv_heads queries keys width value_width threads diagonal n_run n_slots run slot scaling softcap "
@@ -24,9 +27,10 @@ _ORDER = (
     "low high mask bias interval_batch mask_batch mask_head mask_row bias_batch bias_head bias_row "
     "features segments targets counted edges n_features n_segments n_bins k_largest local_window block "
     "features_batch segments_batch targets_batch counted_batch "
-    "z lse entropy max topk feature local_mass lag_mass mean_distance target_mass segment_z "
-    "received block_map argmax topk_index"
+    f"z {_STATISTICS}"
 )
+#: Statistics that attention.cpp computes.
+SERVED = frozenset(_STATISTICS.split())
 _TYPES: dict[str, Any] = {
     **dict.fromkeys(_POINTERS.split(), ctypes.c_void_p),
     **dict.fromkeys(_NUMBERS.split(), ctypes.c_double),
