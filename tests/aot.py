@@ -1,8 +1,8 @@
 """Kernels compiled ahead of time, without a GPU: what the machine code uses.
 
-``python aot.py CASE CAPABILITY`` compiles a case for sm_80 or sm_90 and prints what it uses, as name=number, with
-TRITON_INTERPRET unset. Code is assembled by Triton's own copy of ptxas and disassembled by its own nvdisasm, so what
-is counted here is what a GPU would run.
+``python aot.py CAPABILITY CASE ...`` compiles cases for sm_80 or sm_90 and prints a line of what each uses, as
+name=number, with TRITON_INTERPRET unset. Code is assembled by Triton's own copy of ptxas and disassembled by its own
+nvdisasm, so what is counted here is what a GPU would run.
 """
 
 from __future__ import annotations
@@ -12,9 +12,11 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import triton
@@ -222,26 +224,27 @@ def second(case: str, capability: int) -> tuple[Compiled, int]:
         def __getitem__(self, grid: Any) -> Any:
             return lambda *given, **named: launched.append((self.kernel, given, named))
 
-    for module, names in (
-        (columns, ("_columns",)),
-        (rows, ("_rows",)),
-        (backward, ("_keys", "_queries")),
-    ):
-        for name in names:
-            setattr(module, name, Recorded(getattr(module, name)))
-    launches.second_tiles_for = lambda device, *of: configs.shipped_second(f"sm_{capability}", *of)
-    launches.has_tma = lambda device: capability >= 90
+    kernels = ((columns, "_columns"), (rows, "_rows"), (backward, "_keys"), (backward, "_queries"))
+    changes = [(module, name, Recorded(getattr(module, name))) for module, name in kernels]
 
+    def tiles(device: Any, *of: Any) -> Any:
+        return configs.shipped_second(f"sm_{capability}", *of)
+
+    changes += [(launches, "second_tiles_for", tiles)]
+    changes += [(launches, "has_tma", lambda device: capability >= 90)]
     q = torch.zeros(1, 4, 512, 128, dtype=torch.bfloat16)
     call = prepared(AttentionInputs(q, q[:, :2], q[:, :2], 0.1, causal=True), None)
     lse, segments = torch.zeros(1, 4, 512), torch.ones(1, 512, 3, dtype=torch.bool)
     asked = SECOND[case]
-    if case.startswith("backward"):
-        backward.backward(call, q, lse, q, lse)
-    else:
-        request = Request(statistics=asked, lag_edges=(0, 1, 4, 64), segments=segments)
-        columns.column_statistics(call, lse, request)
-        rows.row_statistics(call, lse, request)
+    with ExitStack() as changed:
+        for module, name, stand_in in changes:
+            changed.enter_context(patch.object(module, name, stand_in))
+        if case.startswith("backward"):
+            backward.backward(call, q, lse, q, lse)
+        else:
+            request = Request(statistics=asked, lag_edges=(0, 1, 4, 64), segments=segments)
+            columns.column_statistics(call, lse, request)
+            rows.row_statistics(call, lse, request)
     kernel, given, named = next(
         one for one in launched if not case.startswith("backward") or one[0].__name__ in asked
     )
@@ -265,8 +268,8 @@ def second(case: str, capability: int) -> tuple[Compiled, int]:
     return code, program.rows.size * program.columns.size // (32 * warps)
 
 
-def main(case: str, capability: int) -> None:
-    """Compile a case and print what it uses."""
+def report(case: str, capability: int) -> str:
+    """Compile a case, and say what it uses."""
     if case == "merge":
         code, scores = merge(capability), 0
     else:
@@ -282,8 +285,9 @@ def main(case: str, capability: int) -> None:
         loop = next(loop for loop in code.loops if loop["MUFU"] >= scores)
         used["scores"] = scores
         used |= {name: loop[name] for name in ("MUFU", "FADD", "FMNMX", "I2F", "I2FP")}
-    print(*(f"{name}={number}" for name, number in used.items()))
+    return " ".join(f"{name}={number}" for name, number in used.items())
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]))
+    for one in sys.argv[2:]:
+        print(one, report(one, int(sys.argv[1])), flush=True)

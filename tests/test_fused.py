@@ -23,7 +23,7 @@ from headlab.kernels import AttentionInputs, Request
 
 pytest.importorskip("triton")
 
-from headlab.kernels.fused import attend, configs, engine, launch, why_not
+from headlab.kernels.fused import attend, configs, engine, launch, second, why_not
 
 FIRST = tuple(name for name in NAMES if name not in engine.SECOND)
 #: Without the top-k, from which largest weight and argmax would be read.
@@ -269,16 +269,22 @@ def test_layouts_of_the_inputs_do_not_matter(monkeypatch: pytest.MonkeyPatch) ->
     )
     check(attend(laid, request), laid, request)
     used: list[bool] = []
-    described = launch._described
-    monkeypatch.setattr(launch, "has_tma", lambda _: True)
-    monkeypatch.setattr(
-        launch, "_described", lambda *words: (used.append(True), described(*words))[1]
-    )
+    described = second.described
+    monkeypatch.setattr(second, "has_tma", lambda _: True)
+
+    def note(x: Tensor, rows: int) -> Any:
+        found = described(x, rows)
+        used.append(found is not None)
+        return found
+
+    monkeypatch.setattr(launch, "described", note)
     check(attend(laid, request), laid, request)
-    assert not used, "a broadcast sequence cannot be described"
+    assert not all(used), "a broadcast sequence cannot be described"
+    used.clear()
     whole = replace(inputs, v=inputs.v.contiguous())
     check(attend(whole, request), whole, request)
     assert used
+    assert all(used)
 
 
 def without(**fields: Any) -> str:
@@ -311,3 +317,14 @@ def test_calls_beyond_the_engine_are_refused_with_the_reason(
     monkeypatch.undo()
     monkeypatch.setattr(engine, "INTERPRET", False)
     assert "GPU" in without()
+
+
+@pytest.mark.parametrize("columns", [(0, 1, 2), (1,), (2, 0)])
+def test_features_that_are_rarely_set_come_from_the_second_pass(columns: tuple[int, ...]) -> None:
+    """Column 1 marks a few keys among thousands; whatever is asked beside it, each column is the formula's."""
+    inputs = draw(2, 1, 3, 2400, batch=1, query_start=2397, causal=True)
+    features = normal(1, 2400, 3)
+    features[..., 1] = 0.0
+    features[0, [0, 1, 2399], 1] = torch.tensor([1.0, -2.0, 3.0])
+    request = Request(statistics=("feature",), features=features[..., list(columns)])
+    check(attend(inputs, request), inputs, request)

@@ -1,6 +1,6 @@
 """The shipped configurations of the Triton kernels, compiled without a GPU: registers, spills, tensor cores.
 
-Each case compiles in a process of its own, since this one has Triton's interpreter.
+They compile in a process of their own, since this one has Triton's interpreter.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -21,24 +22,38 @@ SHARED = {80: 99 << 10, 90: 227 << 10}
 
 CASES = (
     "forward-plain", "forward-default", "forward-rows", "forward-features", "forward-topk",
-    "forward-decode", "merge",
+    "forward-decode", "merge", "second-received", "second-block-map", "second-lag-mass",
+    "second-segment-z", "backward-keys", "backward-queries",
 )  # fmt: skip
 
+#: Bytes of a thread that may not fit its registers, stored and loaded; none of them in a loop over tiles.
+SPILLS = {("backward-keys", 90): 128}
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("capability", [80, 90])
-def test_shipped_kernels_fit_the_machine(case: str, capability: int) -> None:
+
+@cache
+def compiled(capability: int) -> dict[str, dict[str, int]]:
+    """What every case uses on an architecture."""
     environment = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
-        [sys.executable, HERE / "aot.py", case, str(capability)],
+        [sys.executable, HERE / "aot.py", str(capability), *CASES],
         env=environment
         | {"TRITON_DEFAULT_FP_FUSION": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
         capture_output=True,
         text=True,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    used = {name: int(x) for name, x in (word.split("=") for word in done.stdout.split())}
-    assert used["spills"] <= 16, used
+    lines = (line.split() for line in done.stdout.splitlines())
+    return {
+        case: {name: int(x) for name, x in (word.split("=") for word in words)}
+        for case, *words in lines
+    }
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("capability", [80, 90])
+def test_shipped_kernels_fit_the_machine(case: str, capability: int) -> None:
+    used = compiled(capability)[case]
+    assert used["spills"] <= SPILLS.get((case, capability), 16), used
     assert used["registers"] <= 255, used
     assert used["shared"] <= SHARED[capability], used
     if case != "merge":  # few rows, as in decoding, are below what a warp group multiplies

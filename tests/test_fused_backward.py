@@ -14,13 +14,13 @@ from test_fused_second import calls, packed, padded
 from test_kernels import CALLS, ask, blind, coin, draw, normal
 from torch import Tensor
 
-from headlab.errors import UnsupportedError
-from headlab.kernels import AttentionInputs, Request
+from headlab.kernels import AttentionInputs, Request, attend, gradients
 
 pytest.importorskip("triton")
-from headlab.kernels.fused.autograd import attention, backward_of
+from headlab.kernels.fused import engine
 from headlab.kernels.fused.backward import FeatureGradient, backward
 from headlab.kernels.fused.call import prepared
+from headlab.kernels.fused.derivative import backward_of
 
 #: Calls that differ in what the backward pass has to do.
 KINDS = (
@@ -139,7 +139,9 @@ def test_a_gradient_of_lse_that_is_not_finite_in_a_blind_row_spoils_nothing() ->
 # -- autograd --------------------------------------------------------------------------------------
 
 
-def test_attention_has_the_gradients_of_finite_differences() -> None:
+def test_autograd_has_the_gradients_of_finite_differences(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HEADLAB_KERNEL", "triton")
+    monkeypatch.setattr(gradients, "_by_blocks", None)  # the kernels' own derivative, or nothing
     inputs = draw(2, 1, 6, batch=1, d=3, causal=True, softcap=1.5, sinks=normal(2))
     sources = {name: x.detach() for name, x in leaves(inputs).items()}
     weights = normal(1, 2, 6, 4, seed=1), normal(1, 2, 6, seed=2)
@@ -149,10 +151,10 @@ def test_attention_has_the_gradients_of_finite_differences() -> None:
         return (z * weights[0]).sum() + (lse * weights[1]).sum()
 
     mine = {name: getattr(inputs, name).clone().requires_grad_() for name in sources}
-    z, lse = attention(replace(inputs, **mine))
-    found = torch.autograd.grad(
-        (z * weights[0]).sum() + (lse * weights[1]).sum(), list(mine.values())
-    )
+    result = attend(replace(inputs, **mine), Request(statistics=("lse",)))
+    assert result.z is not None
+    total = (result.z * weights[0]).sum() + (result.statistics["lse"] * weights[1]).sum()
+    found = torch.autograd.grad(total, list(mine.values()))
     for (name, x), gradient in zip(sources.items(), found, strict=True):
         for at in range(0, x.numel(), 3):
             step = torch.zeros_like(x)
@@ -161,16 +163,17 @@ def test_attention_has_the_gradients_of_finite_differences() -> None:
             assert_close(gradient.flatten()[at], (up - down) / 2e-4, 1e-5, what=f"{name}[{at}]")
 
 
-def test_attention_is_differentiable_once_and_not_with_respect_to_a_bias() -> None:
-    inputs = draw(2, 1, 4, batch=1, causal=True)
+def test_autograd_keeps_lse_for_a_call_that_did_not_ask(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HEADLAB_KERNEL", "triton")
+    inputs = draw(2, 1, 6, batch=1, causal=True)
     q = inputs.q.clone().requires_grad_()
-    z, _ = attention(replace(inputs, q=q))
-    (dq,) = torch.autograd.grad(z.square().sum(), q, create_graph=True)
+    result = attend(replace(inputs, q=q), Request())
+    assert result.statistics == {}
+    monkeypatch.setattr(engine, "forward", None)  # nothing is computed again
+    assert result.z is not None
+    (dq,) = torch.autograd.grad(result.z.square().sum(), q, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         dq.sum().backward()
-    bias = normal(1, 2, 4, 4).requires_grad_()
-    with pytest.raises(UnsupportedError, match="position_bias requires a gradient"):
-        attention(replace(inputs, position_bias=bias))
 
 
 @pytest.mark.parametrize("heads", [None, (3, 1)])

@@ -18,8 +18,26 @@ from headlab.kernels.statistics import COLUMN_STATISTICS
 #: Entries of the top-k up to which the kernel keeps them in registers.
 MAX_K = 64
 
+#: Statistics of the attention loop itself.
+FIRST = frozenset(
+    {
+        "lse",
+        "entropy",
+        "max",
+        "argmax",
+        "topk",
+        "topk_index",
+        "feature",
+        "local_mass",
+        "mean_distance",
+    }
+)
+
 #: Statistics that need the final log-sum-exp, and so a second pass.
 SECOND = COLUMN_STATISTICS | {"lag_mass", "target_mass", "segment_z"}
+
+#: A column of features is rare if it is not 0 in at most this share of tiles of so many keys.
+_RARE, _TILE = 1 / 16, 128
 
 _TYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -35,6 +53,8 @@ def why_not(inputs: AttentionInputs, request: Request) -> str | None:
     widest = max(q.shape[-1], v.shape[-1])
     if request.edit_scores is not None or request.edit_pattern is not None:
         return "edits of scores or pattern need whole rows"
+    if unknown := set(request.statistics) - FIRST - SECOND:
+        return f"it does not compute {', '.join(sorted(unknown))}"
     missing = _missing()
     if missing is not None:
         return missing
@@ -82,14 +102,54 @@ def attend(inputs: AttentionInputs, request: Request) -> AttentionResult:
         return result
     call = prepared(inputs, request.heads)
     second = asked if request.z_gradient is not None else asked & SECOND
-    first = asked - second | ({"lse"} if second else set())
+    rare: list[int] = []
+    if "feature" in asked - second:
+        assert request.features is not None
+        rare = _rare(request.features)
+    common = [] if request.features is None else _without(request.features.shape[2], rare)
+    if rare and not common:
+        second = second | {"feature"}
+    first = asked - second | ({"lse"} if second or rare else set())
     if request.z:
         result.z = _empty_z(inputs)
-    found = _first_pass(call, first, request, result.z)
+    found = _first_pass(call, first, _columns(request, common) if rare else request, result.z)
     if second:
         found |= _second_pass(call, found["lse"], replace(request, statistics=tuple(second)))
+    if rare and common:
+        found["feature"] = _joined(call, found, request, common, rare)
     result.statistics = {name: found[name] for name in request.statistics}
     return result
+
+
+def _rare(features: Float[Tensor, "#batch key feature"]) -> list[int]:
+    """Columns of features that are 0 at nearly all keys, as those that mark the first key are.
+
+    The second pass visits the few tiles where they are not 0, while the attention loop would multiply them everywhere.
+    """
+    padding = -features.shape[1] % _TILE
+    tiles = torch.nn.functional.pad(features != 0, (0, 0, 0, padding)).unflatten(1, (-1, _TILE))
+    share = tiles.any(2).float().mean((0, 1))
+    return [at for at, part in enumerate(share.tolist()) if part <= _RARE]
+
+
+def _without(n: int, some: list[int]) -> list[int]:
+    return [at for at in range(n) if at not in some]
+
+
+def _columns(request: Request, chosen: list[int]) -> Request:
+    """The request with some of its features."""
+    assert request.features is not None
+    return replace(request, features=request.features[..., chosen])
+
+
+def _joined(
+    call: Call, found: dict[str, Tensor], request: Request, common: list[int], rare: list[int]
+) -> Tensor:
+    """Features of the first pass and, from the second, rare ones, in their own order."""
+    of_rare = replace(_columns(request, rare), statistics=("feature",))
+    parts = [found["feature"], _second_pass(call, found["lse"], of_rare)["feature"]]
+    order = torch.tensor([*common, *rare], device=call.q.device).argsort()
+    return torch.cat(parts, -1)[..., order]
 
 
 def forward(

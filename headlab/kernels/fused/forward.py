@@ -72,8 +72,8 @@ def _tile(
     if not P.raw:
         s = capped(s, scale, softcap, SOFTCAP, INTERPRET)
     s = hidden(
-        s, rows, columns, low, high, n_queries, n_keys, mask_at, mask_row, bias_at, bias_row,
-        EDGE, MASK, BIAS,
+        s, rows[:, None], columns[None, :], low[:, None], high[:, None], n_queries, n_keys,
+        mask_at, mask_row, bias_at, bias_row, EDGE, MASK, BIAS,
     )  # fmt: skip
     s_best = tl.max(s, 1)
     top_score = s_best

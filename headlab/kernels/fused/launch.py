@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from headlab.kernels.fused.call import Call, padded, strides
-from headlab.kernels.fused.configs import Program, Tiles, has_tma, splits_for, tiles_for
+from headlab.kernels.fused.configs import Program, Tiles, splits_for, tiles_for
 from headlab.kernels.fused.forward import forward_kernel
 from headlab.kernels.fused.merge import merge_kernel
+from headlab.kernels.fused.second import described
 from headlab.kernels.inputs import Request
 
 #: Statistics of one number a row, by the name of their slot in a :class:`Program`.
@@ -149,7 +150,7 @@ def _program(
         two_sided=not call.inputs.causal,
         pack=pack,
         splits=splits_for(call.q.device, programs, call.n_keys, tiles.bn),
-        tma=has_tma(call.q.device) and _describable(call.k) and _describable(call.v),
+        tma=all(described(x, tiles.bn) is not None for x in (call.k, call.v)),
         softcap=flags["SOFTCAP"],
         mask=flags["MASK"],
         bias=flags["BIAS"],
@@ -186,9 +187,10 @@ def _run(
             x=torch.empty(max(1, count * program.features), device=device),
         )
         z_into = torch.empty(count * program.bdv if program.z else 1, device=device)
-    k, v = call.k, call.v
+    k: Any = call.k
+    v: Any = call.v
     if program.tma:
-        k, v = _described(k, program.bn, program.bd), _described(v, program.bn, program.bdv)
+        k, v = described(k, program.bn), described(v, program.bn)
     x = call.q if features is None else features
     sinks = call.q if call.inputs.sinks is None else call.inputs.sinks
     low, high, low_batch, mask, *mask_and_bias = call.visible()
@@ -269,20 +271,3 @@ def _halved(x: Tensor) -> _Block:
 def _columns(x: Tensor) -> Tensor:
     """The same with columns of 0 up to a power of two."""
     return torch.nn.functional.pad(x, (0, padded(x.shape[-1]) - x.shape[-1])).contiguous()
-
-
-def _describable(x: Tensor) -> bool:
-    """Whether a tensor descriptor can load from it: 16-byte aligned, and nothing broadcast."""
-    steps = (step for size, step in zip(x.shape[:3], x.stride()[:3], strict=True) if size > 1)
-    aligned = all(step > 0 and step * x.element_size() % 16 == 0 for step in steps)
-    return aligned and x.data_ptr() % 16 == 0 and x.numel() > 0
-
-
-def _described(x: Tensor, rows: int, width: int) -> TensorDescriptor:
-    wide = (
-        -(-x.shape[3] // 16) * 16
-    )  # a stride along an axis of one is never used, but must be aligned
-    steps = [
-        wide if size == 1 else step for size, step in zip(x.shape[:3], x.stride(), strict=False)
-    ]
-    return TensorDescriptor(x, list(x.shape), [*steps, 1], [1, 1, rows, width])

@@ -14,8 +14,9 @@ rescale:
 A bin of lags is an interval of columns, [q + diagonal − edges[bin+1] + 1, q + diagonal − edges[bin] + 1), cut with the
 one the row sees; so is the local window. Only tiles that overlap it are visited: all bins together cost about one score
 product per visible tile, and one or two more per bin. Likewise only tiles with members of a segment are visited, so
-contiguous segments together cost one forward pass. ``segment_z`` rounds p to the type of the values, as z does;
-features are multiplied in full float32 precision. ``target_mass`` gathers one key per row, O(N d).
+contiguous segments together cost one forward pass, and only tiles where a feature is not 0. ``segment_z`` rounds p to
+the type of the values, as z does; features are multiplied in full float32 precision. ``target_mass`` gathers one key
+per row, O(N d).
 
 With a gradient of z, p is replaced by p ∂loss/∂p = p · (dz[q] · v[k]), a second product dP = dZ V^T per tile.
 """
@@ -49,7 +50,7 @@ def row_statistics(
 ) -> dict[str, Tensor]:
     """The row statistics of the second pass, as far as they are requested.
 
-    These are ``lag_mass``, ``target_mass`` and ``segment_z``; weighted by gradients also ``feature``, ``local_mass``.
+    These are ``lag_mass``, ``target_mass``, ``segment_z`` and ``feature``; weighted by gradients also ``local_mass``.
 
     Args:
         call: The attention call, with the heads to look at.
@@ -65,7 +66,7 @@ def row_statistics(
             found[name] = _target_mass(call, norm, request)
         elif name == "segment_z":
             found[name] = _segment_z(call, norm, request)
-        elif name == "feature" and request.z_gradient is not None:
+        elif name == "feature":
             found[name] = _feature(call, norm, request)
         elif name == "local_mass" and request.z_gradient is not None:
             near = (1 - request.local_window, request.local_window)
@@ -90,7 +91,7 @@ def _segment_z(call: Call, norm: Tensor, request: Request) -> Tensor:
     members = request.segments.transpose(1, 2).contiguous()
     out = norm.new_empty(*norm.shape, members.shape[1], call.value_width)
     low, high = call.low[:, None], call.high[:, None]
-    _sum("values", call, norm, request, low, high, call.v, members, out)
+    _sum("values", call, norm, request, low, high, call.v, members, out, members)
     return out
 
 
@@ -101,7 +102,8 @@ def _feature(call: Call, norm: Tensor, request: Request) -> Tensor:
     low, high = call.low[:, None], call.high[:, None]
     for start in range(0, features.shape[-1], _FEATURES):
         some = slice(start, start + _FEATURES)
-        _sum("values", call, norm, request, low, high, features[..., some], None, out[..., some])
+        part, into = features[..., some], out[..., some]
+        _sum("values", call, norm, request, low, high, part, None, into, (part != 0).any(-1))
     return out[..., 0, :]
 
 
@@ -115,17 +117,22 @@ def _sum(
     values: Float[Tensor, "#batch #kv_head key width"] | None,
     members: Bool[Tensor, "#batch part key"] | None,
     out: Float[Tensor, "batch head query part width"],
+    used: Bool[Tensor, "#batch part key"] | None = None,
 ) -> None:
-    """Sum weights, or values by weights, over the columns [low, high) of each part that are its members."""
+    """Sum weights, or values by weights, over the columns [low, high) of each part that are its members.
+
+    Tiles without a column that is ``used`` are passed over.
+    """
     tiles = sizes(kernel, call, request.z_gradient is not None)
     rows, columns = cuts(tiles, call)
     overlap, whole = seen(low, high, rows, columns, call.n_keys)
-    if members is not None:
-        start, stop = columns.ends(call.n_keys, members.device)
+    if used is not None:
+        start, stop = columns.ends(call.n_keys, used.device)
         padding = columns.count(call.n_keys) * columns.size - call.n_keys
-        per_tile = torch.nn.functional.pad(members, (0, padding)).unflatten(-1, (-1, columns.size))
+        per_tile = torch.nn.functional.pad(used, (0, padding)).unflatten(-1, (-1, columns.size))
         overlap = overlap & per_tile.any(-1)[:, :, None]
-        whole = whole & (per_tile.sum(-1) == stop - start)[:, :, None]
+        if members is not None:
+            whole = whole & (per_tile.sum(-1) == stop - start)[:, :, None]
     visits = schedule(overlap.flatten(1, 2), whole.flatten(1, 2))
     weighted = request.z_gradient is not None
     dz = call.q if request.z_gradient is None else dense_rows(request.z_gradient)

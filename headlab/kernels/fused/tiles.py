@@ -83,25 +83,21 @@ def hidden(
     s, rows, columns, low, high, n_rows, n_keys, mask, mask_row, bias, bias_row,
     EDGE: tl.constexpr, MASK: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
-    """Scores [row, column] with the bias added and −inf at what the rows do not see.
+    """Scores with the bias added and −inf at what the rows do not see, in either orientation of the tile.
 
-    ``mask`` and ``bias`` point at the (sequence, head) in question; ``low`` and ``high`` are [row]. Only with EDGE are
-    intervals tested, so a tile without it must lie in all of them.
+    ``rows``, ``low`` and ``high`` are [row, 1] and ``columns`` [1, column], or the other way round. ``mask`` and
+    ``bias`` point at the (sequence, head) in question. Only with EDGE are intervals tested, so a tile without it must
+    lie in all of them.
     """
     if MASK or BIAS:
-        at_rows = rows.to(tl.int64)[:, None]
-        inside = (rows < n_rows)[:, None] & (columns < n_keys)[None, :]
+        at_rows = rows.to(tl.int64)
+        inside = (rows < n_rows) & (columns < n_keys)
     if BIAS:
-        added = tl.load(bias + at_rows * bias_row + columns[None, :], mask=inside, other=0.0)
+        added = tl.load(bias + at_rows * bias_row + columns, mask=inside, other=0.0)
         s += added.to(tl.float32) * 1.4426950408889634
+    if MASK:
+        allowed = tl.load(mask + at_rows * mask_row + columns, mask=inside, other=0)
+        s = tl.where(allowed != 0, s, float("-inf"))
     if EDGE:
-        seen = (columns[None, :] >= low[:, None]) & (columns[None, :] < high[:, None])
-        if MASK:
-            seen = seen & (
-                tl.load(mask + at_rows * mask_row + columns[None, :], mask=inside, other=0) != 0
-            )
-        s = tl.where(seen, s, float("-inf"))
-    elif MASK:
-        seen = tl.load(mask + at_rows * mask_row + columns[None, :], mask=inside, other=0) != 0
-        s = tl.where(seen, s, float("-inf"))
+        s = tl.where((columns >= low) & (columns < high), s, float("-inf"))
     return s

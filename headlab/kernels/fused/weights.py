@@ -13,6 +13,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from headlab.kernels.fused.call import LOG2E, Call
+from headlab.kernels.fused.tiles import hidden
 
 
 @triton.jit
@@ -20,21 +21,13 @@ def weights(
     s, rows, columns, low, high, lse, n_rows, n_keys, mask, mask_row, bias, bias_row,
     EDGE: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
-    """p from soft-capped scores s in log2 units, in either orientation of the tile.
-
-    ``rows``, ``low``, ``high`` and ``lse`` are [row, 1] and ``columns`` [1, column], or the other way round.
-    Intervals are tested only with EDGE. ``mask`` and ``bias`` point at the sequence and head in question.
-    """
-    if P.mask or P.bias:
-        inside = (rows < n_rows) & (columns < n_keys)
-    if P.bias:
-        added = tl.load(bias + rows.to(tl.int64) * bias_row + columns, mask=inside, other=0.0)
-        s += added.to(tl.float32) * 1.4426950408889634
-    if P.mask:
-        allowed = tl.load(mask + rows.to(tl.int64) * mask_row + columns, mask=inside, other=0)
-        s = tl.where(allowed != 0, s, float("-inf"))
-    if EDGE:
-        s = tl.where((columns >= low) & (columns < high), s, float("-inf"))
+    """p from soft-capped scores s in log2 units; arguments as those of :func:`~headlab.kernels.fused.tiles.hidden`."""
+    MASK: tl.constexpr = P.mask
+    BIAS: tl.constexpr = P.bias
+    s = hidden(
+        s, rows, columns, low, high, n_rows, n_keys, mask, mask_row, bias, bias_row,
+        EDGE, MASK, BIAS,
+    )  # fmt: skip
     return tl.exp2(s - lse)
 
 

@@ -1,62 +1,18 @@
-"""The backward pass as autograd sees it: a differentiable function, and the derivative of an engine's result."""
+"""The derivative of what the engine returns, as :mod:`headlab.kernels.gradients` asks for it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import torch
-from jaxtyping import Float
 from torch import Tensor
 
-from headlab.errors import UnsupportedError
 from headlab.kernels.fused import engine
-from headlab.kernels.fused.backward import FeatureGradient, backward
 from headlab.kernels.fused.call import prepared
 from headlab.kernels.inputs import AttentionInputs, Request
 
 _INPUTS = ("q", "k", "v", "sinks")
-
-
-class _Attention(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, inputs: AttentionInputs, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        z, lse = engine.forward(replace(inputs, q=q, k=k, v=v, sinks=sinks))
-        ctx.inputs = replace(inputs, q=q.detach(), k=k.detach(), v=v.detach(), sinks=None)
-        ctx.save_for_backward(q, k, v, sinks, z, lse)
-        return z, lse
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, dz: Tensor, dlse: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, sinks, z, lse = ctx.saved_tensors
-        call = prepared(replace(ctx.inputs, q=q, k=k, v=v, sinks=sinks), None)
-        return None, *backward(call, z, lse, dz, dlse)
-
-
-def attention(
-    inputs: AttentionInputs,
-) -> tuple[Float[Tensor, "batch head query d_value"], Float[Tensor, "batch head query"]]:
-    """z and log-sum-exp of a call, differentiable once, with respect to q, k, v and the sinks.
-
-    Args:
-        inputs: The attention call.
-
-    Raises:
-        UnsupportedError: A mask or bias requires a gradient.
-    """
-    for name in ("mask", "position_bias"):
-        bias = getattr(inputs, name)
-        if torch.is_grad_enabled() and bias is not None and bias.requires_grad:
-            raise UnsupportedError(
-                f"{name} requires a gradient, which is as large as the pattern and which the Triton kernels do not "
-                "compute; detach it, or use another engine"
-            )
-    z, lse = _Attention.apply(inputs, inputs.q, inputs.k, inputs.v, inputs.sinks)
-    return z, lse
 
 
 def backward_of(
@@ -76,6 +32,8 @@ def backward_of(
     """
     if set(wanted) - set(_INPUTS) or set(upstream) - {"z", "lse", "feature"}:
         return None
+
+    from headlab.kernels.fused.backward import FeatureGradient, backward  # late: it needs triton
 
     def compute(known: dict[str, Tensor]) -> dict[str, Tensor]:
         spread = {name: _every_head(inputs, request, name, x) for name, x in upstream.items()}
