@@ -56,12 +56,15 @@ test-long: .venv/.dev ## run the tests that take a minute or more each
 
 # The oldest supported transformers lies beside the newest, and comes first on the path. GPT-J and CodeGen reached the
 # attention interface in 5.24 and T5 shortly before; Gemma 2's own SDPA path ignored its soft cap until then.
-OLDEST := transformers==5.18.0
-test-oldest: .venv/.oldest ## run the tests of capture, generation, sweeps and circuits with the oldest supported transformers
+# So does the oldest supported Triton, whose compiler takes less from a kernel than today's, with a numpy that its
+# interpreter still understands.
+OLDEST := transformers==5.18.0 triton==3.6.0 "numpy<2.4"
+test-oldest: .venv/.oldest ## run the tests of capture, kernels, sweeps and circuits with the oldest supported transformers and Triton
 	PYTHONPATH=.venv/oldest $(RUN) pytest -n 2 --dist loadfile -rs -m "not long" \
 	  tests/test_capture.py tests/test_generate.py tests/test_seam.py \
 	  tests/test_stream.py tests/test_sweep.py tests/test_circuits.py tests/test_embeddings.py \
 	  tests/test_streaming.py tests/test_streaming_resume.py \
+	  tests/test_fused.py tests/test_fused_aot.py \
 	  -k "not gptj and not codegen and not t5 and not gemma2" $(ARGS)
 
 lint: .venv/.dev ## check style (ruff) and types (mypy)

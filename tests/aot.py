@@ -1,8 +1,8 @@
 """Kernels compiled ahead of time, without a GPU: what the machine code uses.
 
 ``python aot.py CAPABILITY CASE ...`` compiles cases for sm_80 or sm_90 and prints a line of what each uses, as
-name=number, with TRITON_INTERPRET unset. Code is assembled by Triton's own copy of ptxas and disassembled by its own
-nvdisasm, so what is counted here is what a GPU would run.
+name=number, with TRITON_INTERPRET unset; why a case does not compile goes to stderr. Code is assembled by Triton's own
+copy of ptxas and disassembled by its own nvdisasm, so what is counted here is what a GPU would run.
 """
 
 from __future__ import annotations
@@ -11,9 +11,10 @@ import re
 import subprocess
 import sys
 import tempfile
+import traceback
 from collections import Counter
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -142,6 +143,20 @@ FORWARD: dict[str, tuple[str, dict[str, Any]]] = {
     "forward-features": ("features", {**DEFAULT, "features": 16}),
     "forward-topk": ("topk", {"k": 8}),
     "forward-decode": ("plain", {"bm": 16, "pack": 8, "splits": 16}),
+    "forward-everything": (
+        "topk",
+        {
+            **{name: slot for name, slot in ROWS.items() if name != "argmax"},
+            "features": 16,
+            "k": 8,
+            "raw": False,
+            "two_sided": True,
+            "softcap": True,
+            "mask": True,
+            "bias": True,
+            "sinks": True,
+        },
+    ),
 }
 
 _STRIDES = [f"{x}_{axis}" for x in "qkvz" for axis in ("batch", "head", "row")]
@@ -190,15 +205,22 @@ def merge(capability: int) -> Compiled:
 
 # -- the second pass and the backward pass ---------------------------------------------------------
 
-#: Statistics asked of the second pass, or what to launch.
-SECOND: dict[str, tuple[str, ...]] = {
-    "second-received": ("received",),
-    "second-block-map": ("block_map", "received"),
-    "second-lag-mass": ("lag_mass",),
-    "second-segment-z": ("segment_z",),
-    "backward-keys": ("_keys",),
-    "backward-queries": ("_queries",),
-}
+#: Kernels to compile, and what is asked of the second pass or ``backward``.
+SECOND: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
+    "second-received": (("_columns",), {"statistics": ("received",)}),
+    "second-block-map": (("_columns",), {"statistics": ("block_map", "received")}),
+    "second-lag-mass": (("_rows",), {"statistics": ("lag_mass",)}),
+    "second-segment-z": (("_rows",), {"statistics": ("segment_z",)}),
+    "second-everything": (
+        ("_columns", "_rows", "_targets"),
+        {
+            "statistics": ("received", "block_map", "lag_mass", "feature", "target_mass"),
+            "block": 5, "everything": True,
+        },
+    ),
+    "backward-keys": (("_keys",), {"backward": True}),
+    "backward-queries": (("_queries",), {"backward": True}),
+}  # fmt: skip
 
 _TYPES = {
     torch.bfloat16: "bf16", torch.float32: "fp32", torch.int16: "i16", torch.int32: "i32",
@@ -206,14 +228,63 @@ _TYPES = {
 }  # fmt: skip
 
 
-def second(case: str, capability: int) -> tuple[Compiled, int]:
-    """A kernel as its own launch compiles it, for heads of width 128 in bfloat16; and scores a thread has of a tile."""
-    from headlab.kernels.fused import backward, columns, configs, rows
-    from headlab.kernels.fused import second as launches
+def second(case: str, capability: int) -> list[tuple[Compiled, int]]:
+    """Kernels as their own launches compile them; and scores a thread has of a tile."""
+    kernels, wanted = SECOND[case]
+    launches = launched(capability, **wanted)
+    return [one.compiled(capability) for one in launches if one.kernel.__name__ in kernels]
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A kernel, and what it was launched with."""
+
+    kernel: Any
+    given: tuple[Any, ...]
+    named: dict[str, Any]
+
+    def compiled(self, capability: int) -> tuple[Compiled, int]:
+        """What the launch would compile; and scores a thread has of a tile."""
+        kernel, program, warps = self.kernel, self.named["P"], self.named.get("num_warps", 4)
+        types: dict[str, str] = {}
+        constants = {name: x for name, x in self.named.items() if not name.startswith("num_")}
+        divisible = []
+        for parameter, x in zip(kernel.params, self.given, strict=False):
+            if hasattr(x, "block_shape"):
+                types[parameter.name] = f"tensordesc<bf16{list(x.block_shape)}>"
+            elif isinstance(x, torch.Tensor):
+                types[parameter.name] = "*" + _TYPES[x.dtype]
+            elif isinstance(x, float):
+                types[parameter.name] = "fp32"
+            elif x == 1:
+                constants[parameter.name] = 1
+            else:
+                types[parameter.name] = "i32"
+                divisible += [parameter.name] * (x % 16 == 0)
+        stages = self.named.get("num_stages", 3)
+        code = compiled(kernel, types, constants, capability, warps, stages, tuple(divisible))
+        return code, program.rows.size * program.columns.size // (32 * warps)
+
+
+def launched(
+    capability: int,
+    statistics: tuple[str, ...] = (),
+    block: int = 64,
+    backward: bool = False,
+    everything: bool = False,
+) -> list[Launch]:
+    """Launches of the second pass, or of ``backward``, for heads of width 128 in bfloat16.
+
+    With ``everything`` the call has a mask, a bias and a soft cap, and weights are multiplied by their gradients or
+    features have one.
+    """
+    from headlab.kernels.fused import backward as derivative
+    from headlab.kernels.fused import columns, configs, rows
+    from headlab.kernels.fused import second as shared
     from headlab.kernels.fused.call import prepared
     from headlab.kernels.inputs import AttentionInputs, Request
 
-    launched: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
+    seen: list[Launch] = []
 
     class Recorded:
         """Stands in for a kernel, and keeps what it is launched with."""
@@ -222,66 +293,59 @@ def second(case: str, capability: int) -> tuple[Compiled, int]:
             self.kernel = kernel
 
         def __getitem__(self, grid: Any) -> Any:
-            return lambda *given, **named: launched.append((self.kernel, given, named))
-
-    kernels = ((columns, "_columns"), (rows, "_rows"), (backward, "_keys"), (backward, "_queries"))
-    changes = [(module, name, Recorded(getattr(module, name))) for module, name in kernels]
+            return lambda *given, **named: seen.append(Launch(self.kernel, given, named))
 
     def tiles(device: Any, *of: Any) -> Any:
         return configs.shipped_second(f"sm_{capability}", *of)
 
-    changes += [(launches, "second_tiles_for", tiles)]
-    changes += [(launches, "has_tma", lambda device: capability >= 90)]
-    q = torch.zeros(1, 4, 512, 128, dtype=torch.bfloat16)
-    call = prepared(AttentionInputs(q, q[:, :2], q[:, :2], 0.1, causal=True), None)
-    lse, segments = torch.zeros(1, 4, 512), torch.ones(1, 512, 3, dtype=torch.bool)
-    asked = SECOND[case]
+    kernels = (
+        (columns, "_columns"), (rows, "_rows"), (rows, "_targets"),
+        (derivative, "_keys"), (derivative, "_queries"),
+    )  # fmt: skip
+    changes = [(module, name, Recorded(getattr(module, name))) for module, name in kernels]
+    changes += [(shared, "second_tiles_for", tiles)]
+    changes += [(shared, "has_tma", lambda device: capability >= 90)]
+    q, lse = torch.zeros(1, 4, 512, 128, dtype=torch.bfloat16), torch.zeros(1, 4, 512)
+    inputs = AttentionInputs(q, q[:, :2], q[:, :2], 0.1, causal=True)
+    features = torch.ones(1, 512, 20)
+    if everything:
+        mask = torch.ones(1, 4, 512, 512, dtype=torch.bool)
+        mask[..., ::2, 0::3] = False  # no interval
+        inputs = replace(inputs, mask=mask, position_bias=torch.ones(1, 4, 512, 512), softcap=30.0)
+    call = prepared(inputs, None)
     with ExitStack() as changed:
         for module, name, stand_in in changes:
             changed.enter_context(patch.object(module, name, stand_in))
-        if case.startswith("backward"):
-            backward.backward(call, q, lse, q, lse)
+        if backward:
+            expected = torch.zeros(1, 4, 512, 20)
+            held = derivative.FeatureGradient(features, expected, expected)
+            derivative.backward(call, q, lse, q, lse, held if everything else None)
         else:
-            request = Request(statistics=asked, lag_edges=(0, 1, 4, 64), segments=segments)
+            request = Request(
+                z=False, statistics=statistics, lag_edges=(0, 1, 4, 64), block=block, features=features,
+                targets=torch.zeros(1, 512, dtype=torch.int64),
+                segments=torch.ones(1, 512, 3, dtype=torch.bool), z_gradient=q if everything else None,
+            )  # fmt: skip
             columns.column_statistics(call, lse, request)
             rows.row_statistics(call, lse, request)
-    kernel, given, named = next(
-        one for one in launched if not case.startswith("backward") or one[0].__name__ in asked
-    )
-    program, warps, stages = named["P"], named["num_warps"], named["num_stages"]
-    types: dict[str, str] = {}
-    constants: dict[str, Any] = {"P": program}
-    divisible = []
-    for parameter, x in zip(kernel.params, given, strict=False):
-        if hasattr(x, "block_shape"):
-            types[parameter.name] = f"tensordesc<bf16{list(x.block_shape)}>"
-        elif isinstance(x, torch.Tensor):
-            types[parameter.name] = "*" + _TYPES[x.dtype]
-        elif isinstance(x, float):
-            types[parameter.name] = "fp32"
-        elif x == 1:
-            constants[parameter.name] = 1
-        else:
-            types[parameter.name] = "i32"
-            divisible += [parameter.name] * (x % 16 == 0)
-    code = compiled(kernel, types, constants, capability, warps, stages, tuple(divisible))
-    return code, program.rows.size * program.columns.size // (32 * warps)
+    return seen
 
 
 def report(case: str, capability: int) -> str:
-    """Compile a case, and say what it uses."""
+    """Compile a case, and say what it uses; of several kernels, the most that one of them does."""
     if case == "merge":
-        code, scores = merge(capability), 0
+        codes = [(merge(capability), 0)]
+    elif case in FORWARD:
+        codes = [forward(case, capability)]
     else:
-        code, scores = (forward if case in FORWARD else second)(case, capability)
+        codes = second(case, capability)
     used = {
-        "registers": code.registers,
-        "spills": code.spills,
-        "shared": code.shared,
-        "HMMA": code.instructions["HMMA"],
-        "HGMMA": code.instructions["HGMMA"],
+        name: max(getattr(code, name) for code, _ in codes)
+        for name in ("registers", "spills", "shared")
     }
-    if scores:
+    used |= {name: max(code.instructions[name] for code, _ in codes) for name in ("HMMA", "HGMMA")}
+    code, scores = codes[0]
+    if scores and len(codes) == 1:
         loop = next(loop for loop in code.loops if loop["MUFU"] >= scores)
         used["scores"] = scores
         used |= {name: loop[name] for name in ("MUFU", "FADD", "FMNMX", "I2F", "I2FP")}
@@ -290,4 +354,7 @@ def report(case: str, capability: int) -> str:
 
 if __name__ == "__main__":
     for one in sys.argv[2:]:
-        print(one, report(one, int(sys.argv[1])), flush=True)
+        try:
+            print(one, report(one, int(sys.argv[1])), flush=True)
+        except Exception:  # the other cases still compile
+            print(f"{one} does not compile:\n{traceback.format_exc()}", file=sys.stderr, flush=True)

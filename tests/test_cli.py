@@ -515,6 +515,12 @@ def test_trace_writes_what_python_reads_back(headlab, models: Path, tmp_path: Pa
     assert trace.rows.shape == (1, 2, 6, 1, 8)
     assert trace.tensor("z", 0).shape == (1, 8, 6, 10)
     assert trace.statistic("entropy").shape == (1, 2, 6, 8)
+    again = headlab("trace", models / "tiny", "--text", "w1 w2", "--keep", "max", "--out", out)
+    assert_refused(again, "holds a finished trace", "--fresh")
+    assert hl.Trace.load(out).statistics == ("entropy",)
+    words = ("--text", "w1 w2", "--keep", "max", "--out", out, "--fresh")
+    assert headlab("trace", models / "tiny", *words).code == 0
+    assert hl.Trace.load(out).statistics == ("max",)
 
 
 def test_report_writes_and_prints_the_same_document(headlab, models: Path, tmp_path: Path):

@@ -68,7 +68,7 @@ def test_saliency_is_the_pattern_times_its_gradient(family: str, queries: list[i
     atol = 1e-12 if module.dtype == torch.float64 and family == "gpt2" else 1e-6
     for name in SPANS:
         effects = found[name]
-        change = effects.values - effects.baseline
+        change = effects.baseline - effects.values  # removing takes away what the attention brings
         for layer, theirs in enumerate(expected[name]):
             at = effects.frame.index[effects.frame["layer"] == layer]
             size = max(1.0, np.abs(theirs).max())
@@ -86,15 +86,17 @@ def test_the_induction_head_carries_the_answer_from_where_it_stood() -> None:
     found = hl.causal.attention_saliency(model, ids, metric, spans, queries=[-1])
     top = found["answer"].top(1).iloc[0]
     assert (top["layer"], top["head"]) == (2, 1)
-    assert top["effect"] > 0
-    assert abs(found["other"].of("L2H1")["effect"].iloc[0]) < 0.05 * top["effect"]
+    assert top["effect"] < 0  # without it the answer is less likely
+    assert abs(found["other"].of("L2H1")["effect"].iloc[0]) < 0.05 * -top["effect"]
 
 
 def test_what_cannot_be_attributed_is_refused() -> None:
     model = hl.load(build("llama"))
     metric = hl.metrics.logit_difference([7] * 3, [11] * 3)
-    with pytest.raises(PlanError, match="must be 3, one for each, not 2"):
+    with pytest.raises(PlanError, match="has 2 spans; give one, or one for each of 3"):
         hl.causal.attention_saliency(model, prompts(), metric, {"a": [(0, 1), (1, 2)]})
+    with pytest.raises(PlanError, match="segment 'a' ends at 7, but prompt 1 has 6 tokens"):
+        hl.causal.attention_saliency(model, prompts(), metric, {"a": (4, 7)})
     with pytest.raises(PlanError, match="its gradient is 0"):
         hl.causal.attention_saliency(model, prompts(), hl.metrics.kl(), {"a": (0, 1)})
     other = hl.load(build("t5"))

@@ -128,7 +128,11 @@ def test_a_whole_trace_is_not_made_again(lab: Lab, tmp_path: Path):
     assert_same(first, again, exactly=True)
     model.stream(ids, plan, tmp_path, chunk=CHUNK, fresh=True)
     assert (tmp_path / "trace.safetensors").stat().st_mtime_ns > stamp
-    other = model.stream(ids_of(20), [hl.keep.rows(queries=[0])], tmp_path, chunk=CHUNK)
+    before = (tmp_path / "trace.safetensors").read_bytes()
+    with pytest.raises(OutputError, match=r"holds a finished trace of another prompt .*--fresh"):
+        model.stream(ids_of(20), [hl.keep.rows(queries=[0])], tmp_path, chunk=CHUNK)
+    assert (tmp_path / "trace.safetensors").read_bytes() == before
+    other = model.stream(ids_of(20), [hl.keep.rows(queries=[0])], tmp_path, chunk=CHUNK, fresh=True)
     assert other.n_positions == 20
 
 
@@ -179,6 +183,15 @@ def test_damage_is_refused_and_fresh_starts_over(
         stopped()
     again = stopped(fresh=True)
     assert_same(lab("llama").trace(ids_of(), whole_plan(), logits="last"), again)
+
+
+def test_loading_says_that_a_trace_is_unfinished(stopped: Callable[..., hl.Trace], tmp_path: Path):
+    with pytest.raises(OutputError, match="holds an unfinished trace; run the command that began"):
+        hl.Trace.load(tmp_path)
+    with pytest.raises(OutputError, match=r"there is no folder .*absent"):
+        hl.Trace.load(tmp_path / "absent")
+    assert stopped().n_positions > 0
+    assert hl.Trace.load(tmp_path).n_positions > 0
 
 
 def test_other_settings_are_named(stopped: Callable[..., hl.Trace], lab: Lab, tmp_path: Path):

@@ -37,7 +37,7 @@ from headlab.attention.stream_layout import (
     streamable,
 )
 from headlab.attention.tensorfile import TensorFile
-from headlab.attention.trace import Trace, about_trace
+from headlab.attention.trace import Trace, about_trace, check_free
 from headlab.attention.unfinished import KeyValues, Unfinished, working
 from headlab.errors import PlanError, PromptError, UnsupportedError
 
@@ -97,6 +97,8 @@ def stream(
         if not fresh and _is_whole(out, digest):
             tell(f"{out} holds this trace already")
             return Trace.load(out)
+        if not (fresh or Unfinished(out, settings).begun):
+            check_free(out)
         with working(out, settings) as unfinished:
             if fresh:
                 unfinished.clear()

@@ -237,7 +237,10 @@ class Trace:
                 ("trace.json", lambda path: path.write_text(json.dumps(about), "utf-8")),
             ):
                 partial = folder / f"{name}.partial"
+                partial.touch()
+                mode = partial.stat().st_mode  # safetensors would leave it to its owner alone
                 write(partial)
+                partial.chmod(mode)
                 partial.replace(folder / name)
         except (OSError, SafetensorError) as error:
             raise OutputError(f"cannot write the trace to {folder}: {error}") from error
@@ -269,6 +272,12 @@ class Trace:
             AttributeError,
             SafetensorError,
         ) as error:
+            if (folder / "trace.partial").exists() and not holds_trace(folder):
+                raise OutputError(
+                    f"{folder} holds an unfinished trace; run the command that began it once more to finish it"
+                ) from error
+            if not folder.exists():
+                raise OutputError(f"there is no folder {folder}, and so no trace") from error
             raise OutputError(f"{folder} holds no readable trace: {error!r}") from error
 
     def __repr__(self) -> str:
@@ -286,6 +295,24 @@ class Trace:
         if self.logits is not None:
             lines.append(f"  logits {list(self.logits.shape)}")
         return "\n".join(lines)
+
+
+def holds_trace(folder: Path) -> bool:
+    """Whether a folder holds a finished trace."""
+    return (folder / "trace.json").exists() and (folder / "trace.safetensors").exists()
+
+
+def check_free(folder: Path) -> None:
+    """Refuse to write over a finished trace.
+
+    Raises:
+        OutputError: The folder holds one.
+    """
+    if holds_trace(folder):
+        raise OutputError(
+            f"{folder} holds a finished trace of another prompt or with other settings: choose another folder, or "
+            "replace it with --fresh (fresh=True)"
+        )
 
 
 def about_trace(

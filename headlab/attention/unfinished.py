@@ -57,13 +57,18 @@ class Unfinished:
         self._layout: list[list[Any]] = []
         self._sums: list[list[int]] = []  # length and checksum of each chunk
 
+    @property
+    def begun(self) -> bool:
+        """Whether an earlier run has finished a chunk."""
+        return self._journal.exists()
+
     def read(self) -> None:
         """Take up what an earlier run with the same settings has finished.
 
         Raises:
             OutputError: What is there is of other settings, or damaged.
         """
-        if not self._journal.exists():
+        if not self.begun:
             return
         try:
             journal = json.loads(self._journal.read_text("utf-8"))

@@ -216,6 +216,7 @@ def trace(
     with the prompt and not with its square. The same command goes on after a kill.
     """
     from headlab.attention.keep import KeepTensors
+    from headlab.attention.trace import check_free
     from headlab.cli.work import check_out, loaded, plan, progress, prompt_text
 
     prompt = prompt_text(text, file)
@@ -226,6 +227,8 @@ def trace(
         check_out(out)
     found = loaded(model, device, dtype, revision, trust_remote_code)
     ids = found.tokens(prompt, limit=context)
+    if out is not None and ids.shape[1] <= chunk and resume:
+        check_free(out)  # a stream knows which trace it would write over
     if out is not None and ids.shape[1] > chunk:
         with progress() as tell:
             result = found.stream(ids, kept, out, chunk=chunk, fresh=not resume, tell=tell)

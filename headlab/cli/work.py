@@ -154,7 +154,7 @@ def plan(names: str, heads: str | None, block: int = 64) -> list[Keep]:
     tensors = [name for name in wanted if name in TENSORS]
     for name in wanted:
         if name not in (*_SIMPLE, *TENSORS, "rows"):
-            more = " from Python, where its arguments can be given" if name in NAMES else ""
+            more = "; only Python can, with its arguments" if name in NAMES else ""
             raise PlanError(
                 f"--keep cannot take {name!r}{more}; it takes rows, {', '.join((*_SIMPLE, *TENSORS))}"
             )

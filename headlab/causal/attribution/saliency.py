@@ -4,9 +4,10 @@ With A the pattern of a head, q a query and S a segment of keys,
 
     I(head, S) = Σ_q Σ_{k∈S} A[q, k] · ∂metric / ∂A[q, k],
 
-the slope of the metric in a gate on exactly those weights: what they bring, and minus what it would cost, to first
-order, to remove them without giving their mass to other keys. Wang et al. 2023 (*Label words are anchors*, equation 1)
-sum |Σ_heads A ⊙ ∂L/∂A| over such spans; here heads stay apart, and the sign is kept.
+the slope of the metric in a gate on exactly those weights. Removing them, without giving their mass to other keys,
+changes the metric by −I to first order, and that is what :func:`attention_saliency` reports, as ablations do. Wang et
+al. 2023 (*Label words are anchors*, equation 1) sum |Σ_heads A ⊙ ∂L/∂A| over such spans; here heads stay apart, and the
+sign is kept.
 
 Neither A nor its gradient is ever held: ∂metric/∂A[q, k] = ⟨∂metric/∂z[q], v[k]⟩, so a second pass that is given the
 gradient of z sums the products within the attention loop, in O(n) memory.
@@ -29,6 +30,7 @@ from headlab.causal.attribution.gradients import record
 from headlab.causal.effects import Effects, effects_of
 from headlab.causal.metrics import Metric, as_metric
 from headlab.errors import PlanError, UnsupportedError
+from headlab.prompts import lengths_of
 
 if TYPE_CHECKING:
     from headlab.model import Model
@@ -47,7 +49,9 @@ def attention_saliency(
     tokens_at_once: int = gradients.TOKENS_AT_ONCE,
     tell: Callable[[str], None] = lambda text: None,
 ) -> dict[str, Effects]:
-    """What each head's attention to each segment brings to a metric, to first order.
+    """What removing each head's attention to each segment would do to a metric, to first order.
+
+    Prompts run whole, with gradients: memory is that of the model's activations, not of patterns.
 
     Args:
         model: The model; any that is not an encoder-decoder.
@@ -56,12 +60,13 @@ def attention_saliency(
         segments: Named spans of keys: ``{"subject": (3, 5)}``, or one span per prompt.
         queries: Only attention from these positions, such as ``[-1]``; from all by default.
         seed: Seed of the intervals.
-        tokens_at_once: Tokens run at once with gradients; lower it where memory runs out.
+        tokens_at_once: Tokens of several prompts run at once with gradients; one prompt at least.
         tell: Called with progress.
 
     Returns:
-        Effects by segment, one row per head: ``effect`` is I(head, segment), in units of the metric, averaged over
-        prompts, and p-values are corrected over the heads of a segment.
+        Effects by segment, one row per head: ``effect`` is −I(head, segment), in units of the metric, averaged over
+        prompts, negative where the metric would fall; ``value`` is the metric so estimated. p-values are corrected
+        over the heads of a segment.
 
     Raises:
         PlanError: A segment, a position or the metric is not valid.
@@ -79,6 +84,7 @@ def attention_saliency(
             f"metric {bound.name} compares with the clean run, which is the run itself here, so its gradient is 0; "
             "use loss, log_probability or logit_difference"
         )
+    _check_segments(segments, lengths_of(ids))
     baseline: list[np.ndarray] = []
     found: dict[str, dict[int, list[Tensor]]] = {name: {} for name in segments}
     for rows in gradients.chunks(len(ids), ids.shape[1], tokens_at_once):
@@ -111,8 +117,27 @@ def attention_saliency(
                 keys.append({"layer": layer, "head": head, "site": "pattern"})
                 brought.append(value)
         told = about | {"segment": name}
-        made[name] = effects_of(keys, before + np.stack(brought), before, before, None, told, seed)
+        made[name] = effects_of(keys, before - np.stack(brought), before, before, None, told, seed)
     return made
+
+
+def _check_segments(segments: Mapping[str, SpanLike], lengths: Tensor) -> None:
+    """Refuse spans that reach beyond a prompt's end, where there is no attention to attribute."""
+    for name, span in segments.items():
+        if isinstance(span, Tensor):
+            continue  # a mask over positions
+        stops = np.asarray(span)[..., 1]
+        if stops.ndim and len(stops) != len(lengths):
+            raise PlanError(
+                f"segment {name!r} has {len(stops)} spans; give one, or one for each of {len(lengths)} prompts"
+            )
+        stops = np.broadcast_to(stops, (len(lengths),))
+        beyond = np.flatnonzero(stops > lengths.cpu().numpy())
+        if len(beyond):
+            at = int(beyond[0])
+            raise PlanError(
+                f"segment {name!r} ends at {int(stops[at])}, but prompt {at} has {int(lengths[at])} tokens"
+            )
 
 
 def _of_rows(given: Any, rows: Tensor, n_prompts: int) -> Any:

@@ -187,10 +187,12 @@ def _keys_tile(
     EDGE: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
     """Adds one tile of queries of one head to the gradients of a tile of keys and values."""
+    PRECISION: tl.constexpr = P.precision
+    X_PRECISION: tl.constexpr = P.x_precision
     start = tile * P.rows.size
     rows = start + tl.arange(0, P.rows.size)
     q_tile = block_of(q, b, h, start, n_rows, q_row, P.rows.size, P.d, P.bd, EDGE, P.tma)
-    s = product(k_tile, tl.trans(q_tile), P.upcast, P.precision)
+    s = product(k_tile, tl.trans(q_tile), P.upcast, PRECISION)
     s = capped(s, scale, softcap, P.softcap, P.interpret)
     lse = of_row(norm, rows, n_rows, float("inf"), EDGE)
     first = rows
@@ -203,13 +205,13 @@ def _keys_tile(
         mask, mask_row, bias, bias_row, EDGE, P,
     )  # fmt: skip
     dz_tile = block_of(dz, b, h, start, n_rows, dz_row, P.rows.size, P.dv, P.bdv, EDGE, P.tma)
-    dv_tile += product(p.to(dz_tile.dtype), dz_tile, P.upcast, P.precision)
-    dp = product(v_tile, tl.trans(dz_tile), P.upcast, P.precision)
+    dv_tile += product(p.to(dz_tile.dtype), dz_tile, P.upcast, PRECISION)
+    dp = product(v_tile, tl.trans(dz_tile), P.upcast, PRECISION)
     if P.x > 0:
         dx_tile = block_of(dx, b, h, start, n_rows, P.x, P.rows.size, P.x, P.bx, EDGE, False)
-        dp += product(x_tile, tl.trans(dx_tile), False, P.x_precision)
+        dp += product(x_tile, tl.trans(dx_tile), False, X_PRECISION)
     ds = _score_gradient(p, dp, of_row(delta, rows, n_rows, 0.0, EDGE)[None, :], s, softcap, P)
-    dk_tile += product(ds.to(q_tile.dtype), q_tile, P.upcast, P.precision)
+    dk_tile += product(ds.to(q_tile.dtype), q_tile, P.upcast, PRECISION)
     return dk_tile, dv_tile
 
 
@@ -235,8 +237,11 @@ def _keys(
     low += b * low_batch
     high += b * low_batch
     visits, edges, visited = listed(tiles, counts, batched, n_programs, n_tiles, b, key_tile)
-    dk_tile = tl.zeros([P.columns.size, P.bd], tl.float32)
-    dv_tile = tl.zeros([P.columns.size, P.bdv], tl.float32)
+    SIZE: tl.constexpr = P.columns.size
+    BD: tl.constexpr = P.bd
+    BDV: tl.constexpr = P.bdv
+    dk_tile = tl.zeros([SIZE, BD], tl.float32)
+    dv_tile = tl.zeros([SIZE, BDV], tl.float32)
     for member in range(0, group):
         head = tl.program_id(1) * group + member
         h = kv * group + member
@@ -271,22 +276,24 @@ def _queries_tile(
     mask, mask_row, bias, bias_row, n_rows, n_keys, scale, softcap, EDGE: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
     """Adds one tile of keys to the gradient of a tile of queries."""
+    PRECISION: tl.constexpr = P.precision
+    X_PRECISION: tl.constexpr = P.x_precision
     start = tile * P.columns.size
     columns = start + tl.arange(0, P.columns.size)
     k_tile = block_of(k, b, kv, start, n_keys, k_row, P.columns.size, P.d, P.bd, EDGE, P.tma)
-    s = product(q_tile, tl.trans(k_tile), P.upcast, P.precision)
+    s = product(q_tile, tl.trans(k_tile), P.upcast, PRECISION)
     s = capped(s, scale, softcap, P.softcap, P.interpret)
     p = weights(
         s, rows[:, None], columns[None, :], first[:, None], last[:, None], lse[:, None], n_rows, n_keys,
         mask, mask_row, bias, bias_row, EDGE, P,
     )  # fmt: skip
     v_tile = block_of(v, b, kv, start, n_keys, v_row, P.columns.size, P.dv, P.bdv, EDGE, P.tma)
-    dp = product(dz_tile, tl.trans(v_tile), P.upcast, P.precision)
+    dp = product(dz_tile, tl.trans(v_tile), P.upcast, PRECISION)
     if P.x > 0:
         x_tile = block_of(x, b, kv, start, n_keys, P.x, P.columns.size, P.x, P.bx, EDGE, False)
-        dp += product(dx_tile, tl.trans(x_tile), False, P.x_precision)
+        dp += product(dx_tile, tl.trans(x_tile), False, X_PRECISION)
     ds = _score_gradient(p, dp, delta[:, None], s, softcap, P)
-    return dq_tile + product(ds.to(k_tile.dtype), k_tile, P.upcast, P.precision)
+    return dq_tile + product(ds.to(k_tile.dtype), k_tile, P.upcast, PRECISION)
 
 
 @triton.jit
@@ -322,7 +329,9 @@ def _queries(
     first = of_row(low + b * low_batch, rows, n_rows, 0, True)
     last = of_row(high + b * low_batch, rows, n_rows, 0, True)
     visits, edges, visited = listed(tiles, counts, batched, n_programs, n_tiles, b, row_tile)
-    dq_tile = tl.zeros([P.rows.size, P.bd], tl.float32)
+    SIZE: tl.constexpr = P.rows.size
+    BD: tl.constexpr = P.bd
+    dq_tile = tl.zeros([SIZE, BD], tl.float32)
     for at in range(0, edges):
         dq_tile = _queries_tile(
             dq_tile, tl.load(visits + at).to(tl.int32), q_tile, dz_tile, dx_tile, rows, lse, of_rows, first, last,

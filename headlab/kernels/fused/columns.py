@@ -95,10 +95,13 @@ def _tile(
     n_rows, n_keys, scale, softcap, EDGE: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
     """Adds one tile of queries to ``total`` [key], and stores its squares."""
-    start, end = ends(tile, n_rows, P.rows)
+    ROWS: tl.constexpr = P.rows
+    PRECISION: tl.constexpr = P.precision
+    GRADIENT_PRECISION: tl.constexpr = P.gradient_precision
+    start, end = ends(tile, n_rows, ROWS)
     rows = start + tl.arange(0, P.rows.size)
     q_tile = block_of(q, b, h, start, end, q_row, P.rows.size, P.d, P.bd, EDGE, P.tma)
-    s = product(k_tile, tl.trans(q_tile), P.upcast, P.precision)
+    s = product(k_tile, tl.trans(q_tile), P.upcast, PRECISION)
     s = capped(s, scale, softcap, P.softcap, P.interpret)
     lse = of_row(norm, rows, end, float("inf"), EDGE)
     first = rows
@@ -112,7 +115,7 @@ def _tile(
     )  # fmt: skip
     if P.gradient:
         dz_tile = block_of(dz, b, h, start, end, dz_row, P.rows.size, P.dv, P.bdv, EDGE, False)
-        p *= product(v_tile.to(dz_tile.dtype), tl.trans(dz_tile), P.upcast, P.gradient_precision)
+        p *= product(v_tile.to(dz_tile.dtype), tl.trans(dz_tile), P.upcast, GRADIENT_PRECISION)
     per_key = tl.sum(p, 1)
     if P.mapped:
         if P.rows.squares == 1 and P.columns.squares == 1:
@@ -161,8 +164,10 @@ def _columns(
     b = sequence.to(tl.int64)
     h = head.to(tl.int64)
     kv = h // group
-    column, stop = ends(key_tile, n_keys, P.columns)
-    columns = column + tl.arange(0, P.columns.size)
+    COLUMNS: tl.constexpr = P.columns
+    SIZE: tl.constexpr = P.columns.size
+    column, stop = ends(key_tile, n_keys, COLUMNS)
+    columns = column + tl.arange(0, SIZE)
     k_tile = rows_of(k + b * k_batch + kv * k_head, columns, k_row, stop, P.d, P.bd)
     v_tile = k_tile
     if P.gradient:
@@ -179,7 +184,7 @@ def _columns(
     sums_row = tl.num_programs(0).to(tl.int64) * P.columns.squares
     sums += out * (n_tiles * P.rows.squares) * sums_row
     visits, edges, visited = listed(tiles, counts, batched, n_programs, n_tiles, b, key_tile)
-    total = tl.zeros([P.columns.size], tl.float32)
+    total = tl.zeros([SIZE], tl.float32)
     for at in range(0, edges):
         total = _tile(
             total, tl.load(visits + at).to(tl.int32), k_tile, v_tile, columns, stop, key_tile, sequence, head,

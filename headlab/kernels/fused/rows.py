@@ -171,10 +171,13 @@ def _tile(
     EDGE: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
     """Adds one tile of keys to ``total``: [row], or [row, width] of values."""
+    PRECISION: tl.constexpr = P.precision
+    GRADIENT_PRECISION: tl.constexpr = P.gradient_precision
+    X_PRECISION: tl.constexpr = P.x_precision
     start = tile * P.columns.size
     columns = start + tl.arange(0, P.columns.size)
     k_tile = block_of(k, b, kv, start, n_keys, k_row, P.columns.size, P.d, P.bd, EDGE, P.tma)
-    s = product(q_tile, tl.trans(k_tile), P.upcast, P.precision)
+    s = product(q_tile, tl.trans(k_tile), P.upcast, PRECISION)
     s = capped(s, scale, softcap, P.softcap, P.interpret)
     if P.members and EDGE:
         belongs = tl.load(member + columns, mask=columns < n_keys, other=0)
@@ -185,12 +188,12 @@ def _tile(
     )  # fmt: skip
     if P.gradient:
         v_tile = block_of(v, b, kv, start, n_keys, v_row, P.columns.size, P.dv, P.bdv, EDGE, False)
-        p *= product(dz_tile, tl.trans(v_tile.to(dz_tile.dtype)), P.upcast, P.gradient_precision)
+        p *= product(dz_tile, tl.trans(v_tile.to(dz_tile.dtype)), P.upcast, GRADIENT_PRECISION)
     if P.x == 0:
         total += tl.sum(p, 1)
     else:
         x_tile = block_of(x, b, kv, start, n_keys, x_row, P.columns.size, P.x, P.bx, EDGE, P.tma)
-        total += product(p.to(x_tile.dtype), x_tile, P.upcast, P.x_precision)
+        total += product(p.to(x_tile.dtype), x_tile, P.upcast, X_PRECISION)
     return total
 
 
@@ -232,7 +235,9 @@ def _rows(
     first = tl.load(low + interval, mask=inside, other=0)
     last = tl.load(high + interval, mask=inside, other=0)
     visits, edges, visited = listed(tiles, counts, batched, n_programs, n_tiles, b, program)
-    total = tl.zeros([P.rows.size] if P.x == 0 else [P.rows.size, P.bx], tl.float32)
+    SIZE: tl.constexpr = P.rows.size
+    WIDTH: tl.constexpr = P.bx
+    total = tl.zeros([SIZE] if P.x == 0 else [SIZE, WIDTH], tl.float32)
     for at in range(0, edges):
         total = _tile(
             total, tl.load(visits + at).to(tl.int32), q_tile, dz_tile, rows, lse, first, last,

@@ -18,6 +18,8 @@ from headlab.kernels.fused.schedule import Cut, plain
 class Program:
     """Everything a kernel is compiled for; one constexpr argument of it.
 
+    Triton 3.6 lets a kernel hand on its numbers as they are; texts, cuts and shapes only as named constants.
+
     Attributes:
         rows, columns: Tiles of queries and of keys.
         d, dv: Head size of keys and values; ``bd`` and ``bdv`` are the powers of two that hold them.
