@@ -120,6 +120,6 @@ distclean: clean ## clean, and remove .venv and dist/ too
 	$(PIP) install -e ".[dev,lens]"
 	@touch $@
 
-.venv/.oldest: .venv/.dev
-	$(PIP) install --no-deps --target .venv/oldest $(OLDEST)
+.venv/.oldest: .venv/.dev Makefile
+	$(PIP) install --no-deps --upgrade --target .venv/oldest $(OLDEST)
 	@touch $@

@@ -26,7 +26,7 @@ from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 
 from headlab.kernels.fused.call import padded
-from headlab.kernels.fused.configs import Program, shipped
+from headlab.kernels.fused.configs import Program, shipped, with_mask
 
 _TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
 
@@ -143,6 +143,8 @@ FORWARD: dict[str, tuple[str, dict[str, Any]]] = {
     "forward-features": ("features", {**DEFAULT, "features": 16}),
     "forward-topk": ("topk", {"k": 8}),
     "forward-decode": ("plain", {"bm": 16, "pack": 8, "splits": 16}),
+    "forward-mask": ("rows", {**ROWS, "mask": True}),
+    "forward-bias": ("rows", {**ROWS, "bias": True, "raw": False}),
     "forward-everything": (
         "topk",
         {
@@ -168,6 +170,8 @@ def forward(case: str, capability: int) -> tuple[Compiled, int]:
 
     kind, wanted = FORWARD[case]
     tiles = shipped(f"sm_{capability}", kind, 128, torch.bfloat16)
+    if "mask" in wanted or "bias" in wanted:
+        tiles = with_mask(tiles, 128)
     warps = tiles.warps if "bm" not in wanted else 4
     sizes = {"bm": tiles.bm, "bn": tiles.bn, "tma": capability >= 90}
     width = {"d": 128, "bd": padded(128), "dv": 128, "bdv": padded(128)}
@@ -212,7 +216,7 @@ SECOND: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "second-lag-mass": (("_rows",), {"statistics": ("lag_mass",)}),
     "second-segment-z": (("_rows",), {"statistics": ("segment_z",)}),
     "second-everything": (
-        ("_columns", "_rows", "_targets"),
+        ("_columns", "_rows", "_targets", "_keys", "_queries"),
         {
             "statistics": ("received", "block_map", "lag_mass", "feature", "target_mass"),
             "block": 5, "everything": True,
@@ -275,8 +279,8 @@ def launched(
 ) -> list[Launch]:
     """Launches of the second pass, or of ``backward``, for heads of width 128 in bfloat16.
 
-    With ``everything`` the call has a mask, a bias and a soft cap, and weights are multiplied by their gradients or
-    features have one.
+    With ``everything`` of both: the call has a mask, a bias and a soft cap, weights are multiplied by their gradients,
+    and features have one.
     """
     from headlab.kernels.fused import backward as derivative
     from headlab.kernels.fused import columns, configs, rows
@@ -316,11 +320,11 @@ def launched(
     with ExitStack() as changed:
         for module, name, stand_in in changes:
             changed.enter_context(patch.object(module, name, stand_in))
-        if backward:
+        if backward or everything:
             expected = torch.zeros(1, 4, 512, 20)
             held = derivative.FeatureGradient(features, expected, expected)
             derivative.backward(call, q, lse, q, lse, held if everything else None)
-        else:
+        if not backward:
             request = Request(
                 z=False, statistics=statistics, lag_edges=(0, 1, 4, 64), block=block, features=features,
                 targets=torch.zeros(1, 512, dtype=torch.int64),

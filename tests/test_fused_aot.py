@@ -22,7 +22,7 @@ SHARED = {80: 99 << 10, 90: 227 << 10}
 
 CASES = (
     "forward-plain", "forward-default", "forward-rows", "forward-features", "forward-topk",
-    "forward-decode", "merge", "second-received", "second-block-map", "second-lag-mass",
+    "forward-decode", "forward-mask", "forward-bias", "merge", "second-received", "second-block-map", "second-lag-mass",
     "second-segment-z", "backward-keys", "backward-queries",
 )  # fmt: skip
 
@@ -30,7 +30,12 @@ CASES = (
 EVERYTHING = ("forward-everything", "second-everything")
 
 #: Bytes of a thread that may not fit its registers, stored and loaded; Triton 3.6 spills more than 3.9.
-SPILLS = {("backward-keys", 90): 256 if triton.__version__.startswith("3.6.") else 128}
+SPILLS = {
+    ("forward-mask", 80): 256,
+    ("forward-mask", 90): 256,
+    ("forward-bias", 80): 256,
+    ("backward-keys", 90): 256 if triton.__version__.startswith("3.6.") else 128,
+}
 
 
 @cache

@@ -338,3 +338,15 @@ def test_the_library_is_built_once_and_found_again(
     assert len(builds) == 1
     assert [path.suffix for path in (elsewhere / "cache" / "kernels").iterdir()] == [".so"]
     assert os.path.getsize(next((elsewhere / "cache" / "kernels").iterdir())) > 0
+
+
+def test_a_call_without_rows_gives_results_without_rows() -> None:
+    inputs = draw(causal=True)
+    for empty in (
+        replace(inputs, q=inputs.q[:, :, :0]),
+        replace(inputs, q=inputs.q[:0], k=inputs.k[:0], v=inputs.v[:0]),
+    ):
+        result = native.attend(empty, Request(statistics=("lse", "received")))
+        assert result.z.shape == (*empty.q.shape[:3], 4)
+        assert result.statistics["lse"].shape == empty.q.shape[:3]
+        assert result.statistics["received"].abs().sum() == 0

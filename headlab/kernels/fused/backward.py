@@ -128,7 +128,7 @@ class _Shared:
 
 
 def _run_keys(call: Call, shared: _Shared, dk: Tensor, dv: Tensor) -> None:
-    tiles = sizes("backward_keys", call)
+    tiles = sizes("backward_keys", call, features=shared.width > 0)
     rows, columns = cuts(tiles, call)
     visits = seen_by(call.low, call.high, rows, columns, call.n_keys)
     q, dz = described(call.q, rows.size), described(shared.dz, rows.size)
@@ -145,7 +145,7 @@ def _run_keys(call: Call, shared: _Shared, dk: Tensor, dv: Tensor) -> None:
 
 
 def _run_queries(call: Call, shared: _Shared, dq: Tensor) -> None:
-    tiles = sizes("backward_queries", call)
+    tiles = sizes("backward_queries", call, features=shared.width > 0)
     rows, columns = cuts(tiles, call)
     visits = schedule(*seen(call.low, call.high, rows, columns, call.n_keys))
     k, v = described(call.k, columns.size), described(call.v, columns.size)

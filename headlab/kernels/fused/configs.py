@@ -160,6 +160,17 @@ def shipped(architecture: str, kind: str, width: int, dtype: torch.dtype) -> Til
     )
 
 
+def with_mask(tiles: Tiles, width: int) -> Tiles:
+    """Tiles for a call with a mask or a bias, whose own tiles the table leaves neither memory nor registers for.
+
+    Args:
+        tiles: What the table says.
+        width: Larger padded head size, of keys or values.
+    """
+    bm = min(tiles.bm, 64 if width <= 128 else 32)
+    return Tiles(bm, min(tiles.bn, 32), 8 if bm == 64 else 4, 1)
+
+
 def splits_for(device: torch.device, programs: int, n_keys: int, bn: int) -> int:
     """Programs that share the keys of a tile, so that about two programs run on every multiprocessor."""
     if device.type != "cuda":

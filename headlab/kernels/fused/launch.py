@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from headlab.kernels.fused.call import Call, padded, strides
-from headlab.kernels.fused.configs import Program, Tiles, splits_for, tiles_for
+from headlab.kernels.fused.configs import Program, Tiles, splits_for, tiles_for, with_mask
 from headlab.kernels.fused.forward import forward_kernel
 from headlab.kernels.fused.merge import merge_kernel
 from headlab.kernels.fused.second import described
@@ -126,6 +126,8 @@ def _program(
         kind = "plain"
     widest = max(padded(call.width), padded(call.value_width))
     tiles = tiles_for(call.q.device, kind, widest, call.q.dtype)
+    if call.mask is not None or call.bias is not None:
+        tiles = with_mask(tiles, widest)
     few = call.n_rows * call.group <= MAX_PACKED
     pack = call.group if call.every and few else 1
     rows = call.n_rows * pack

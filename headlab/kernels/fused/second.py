@@ -86,21 +86,24 @@ def program(call: Call, rows: Cut, columns: Cut, tma: bool = False, **features: 
     )
 
 
-def sizes(kernel: str, call: Call, weighted: bool = False) -> Tiles:
+def sizes(kernel: str, call: Call, weighted: bool = False, features: bool = False) -> Tiles:
     """Largest tiles of a kernel, and how it is compiled.
 
     Args:
         kernel: Its name in the table.
         call: The attention call.
         weighted: Whether weights are multiplied by their gradients.
+        features: Whether the backward pass has features besides the values.
     """
     widest = max(padded(call.width), padded(call.value_width))
     tiles = second_tiles_for(call.q.device, kernel, widest, call.q.dtype)
-    if call.bias is None and not weighted:
+    crowded = features and (call.bias is not None or call.mask is not None)
+    if call.bias is None and not weighted and not crowded:
         return tiles
-    # The table leaves no shared memory for tiles of a bias, or of a second operand.
+    # The table leaves no shared memory for tiles of a bias, or of a second operand, and none for two stages of both.
     most = 64 if widest <= 128 else 32
-    return replace(tiles, bm=min(tiles.bm, 64), bn=min(tiles.bn, most), stages=min(tiles.stages, 2))
+    stages = min(tiles.stages, 1 if crowded else 2)
+    return replace(tiles, bm=min(tiles.bm, 64), bn=min(tiles.bn, most), stages=stages)
 
 
 def cuts(tiles: Tiles, call: Call) -> tuple[Cut, Cut]:

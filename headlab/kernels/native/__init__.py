@@ -86,7 +86,8 @@ def _run(inputs: AttentionInputs, request: Request, result: AttentionResult) -> 
     }
     for name, value in statistics.items():
         call.point(name, value)
-    if _function()(ctypes.byref(call.struct)):
+    rows = batch * len(run) * n_queries
+    if rows and _function()(ctypes.byref(call.struct)):
         raise MemoryError("not enough memory for a block of attention rows; use fewer threads")
     if z is not None:
         result.z = z.transpose(1, 2).to(inputs.q.dtype)
