@@ -51,7 +51,7 @@ test: lint ## check style and types, then run every test but the long ones
 	fi; \
 	$(RUN) pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not long" -rs --durations=10 $(ARGS)
 
-test-long: .venv/.dev ## run the tests that take a minute or more each
+test-long: .venv/.dev ## run the long tests, which `make test` leaves out (ten minutes)
 	$(RUN) pytest -n 2 -m long -rs --durations=10 $(ARGS)
 
 # The oldest supported transformers lies beside the newest, and comes first on the path. GPT-J and CodeGen reached the
@@ -64,7 +64,7 @@ test-oldest: .venv/.oldest ## run the tests of capture, kernels, sweeps and circ
 	  tests/test_capture.py tests/test_generate.py tests/test_seam.py \
 	  tests/test_stream.py tests/test_sweep.py tests/test_circuits.py tests/test_embeddings.py \
 	  tests/test_streaming.py tests/test_streaming_resume.py \
-	  tests/test_fused.py tests/test_fused_aot.py \
+	  tests/test_fused_aot.py \
 	  -k "not gptj and not codegen and not t5 and not gemma2" $(ARGS)
 
 lint: .venv/.dev ## check style (ruff) and types (mypy)

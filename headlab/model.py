@@ -181,7 +181,9 @@ class Model:
             keep: What to capture; see :mod:`headlab.attention.keep`.
             decoder: The decoder's side of the prompts, for encoder-decoder models; by default its start token.
             logits: Which logits to compute and keep.
-            grad: Whether to record gradients.
+            grad: Whether to record gradients. Of what is kept, q, k, v and z of a layer (``tensor(name, layer)``) lie
+                on the way to the logits, so there is a gradient with respect to them; everything kept has one with
+                respect to what comes before it.
 
         Raises:
             PromptError: A prompt cannot be used.

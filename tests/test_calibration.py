@@ -194,6 +194,7 @@ def test_a_random_model_retrieves_nothing():
 # -- p-values ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_p_values_are_uniform_once_value_and_null_are_exchanged_at_random():
     """Exchanged prompt by prompt, and for every head anew, so that the heads' p-values are independent."""
     rng = np.random.default_rng(1)
@@ -219,6 +220,7 @@ def randomised_p(difference: np.ndarray, rng: np.random.Generator) -> np.ndarray
     return above + rng.random(difference.shape[1]) * (at_least - above)
 
 
+@pytest.mark.long
 def test_the_heads_of_a_role_together_are_claimed_in_one_case_of_twenty():
     """Exchanged for all heads of a model at once, which keeps what they have in common."""
     rng, hits = np.random.default_rng(2), []

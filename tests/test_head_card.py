@@ -56,6 +56,7 @@ def test_the_planted_induction_head_shows_in_weights_behaviour_and_effect(plante
     assert list(causal.index) == ["plain text", "repeated random tokens"]
 
 
+@pytest.mark.long
 def test_operations_are_the_heads_rows_of_the_maps_corrected_over_themselves() -> None:
     relation, other = words(name="first"), words(seed=5, name="second")
     model = implementing("llama", {(1, 2): token_map(relation)})
@@ -181,7 +182,7 @@ def test_ablation_needs_text_and_so_a_tokenizer() -> None:
         hl.head_card(hl.load(build("llama")), "0.1", relations=[], roles=[])
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_smollm2s_induction_head_reads_the_previous_token_head_by_its_keys() -> None:
     from real_model import smollm2
 

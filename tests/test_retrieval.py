@@ -132,7 +132,7 @@ def real_scores() -> np.ndarray:
     )
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_scores_equal_those_of_step_by_step_decoding_in_transformers():
     """Own argmax, own matching of the span by its text, own count of copied tokens."""
     tokenizer = smollm2().tokenizer
@@ -161,7 +161,7 @@ def test_scores_equal_those_of_step_by_step_decoding_in_transformers():
     assert spearmanr(ours.ravel(), expected.mean(0).ravel()).statistic >= 0.99
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_ablating_the_top_heads_destroys_recall_and_random_heads_of_their_layers_do_not():
     model = smollm2()
     order = np.argsort(-real_scores().mean(0), axis=None, kind="stable")

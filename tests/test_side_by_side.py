@@ -15,7 +15,7 @@ from headlab.report import side_by_side
 from headlab.report.side_by_side import _induction
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize("family", ["llama", pytest.param("gpt2", marks=pytest.mark.long)])
 def test_the_planted_heads_lead_both_columns(family: str) -> None:
     model = hl.load(planted.model(family=family))
     found = side_by_side(model, embedding="raw", n_prompts=12)

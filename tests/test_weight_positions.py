@@ -58,7 +58,7 @@ def test_layer_0_has_the_softmax_of_its_mean_scores(family: str, changes: dict[s
     np.testing.assert_allclose(of_layer, before, atol=2e-5)
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize("family", ["llama", pytest.param("gpt2", marks=pytest.mark.long)])
 def test_only_the_planted_previous_token_head_is_claimed(family: str) -> None:
     made = planted.model(family=family)
     table = previous_token(hl.load(made), embedding="raw", n_tokens=128)

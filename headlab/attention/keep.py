@@ -162,7 +162,8 @@ def statistics(
         x: Per-key feature for ``feature``, [key], [key, n] or [batch, key, n].
         block: Side of the squares of ``block_map``, in tokens.
         z_gradient: Gradient of a loss with respect to z, by layer, [batch, position, head, d_value]. With it, weights
-            are taken times their own gradients, p ∂loss/∂p, in statistics that are sums of weights.
+            are taken times their own gradients, p ∂loss/∂p, in statistics that are sums of weights: ``first_mass``,
+            ``segment_mass``, ``feature``, ``local_mass``, ``lag_mass``, ``target_mass``, ``received``, ``block_map``.
 
     Raises:
         PlanError: A name is unknown, what a statistic needs was not given, or it is no sum of weights.
