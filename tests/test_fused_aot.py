@@ -34,6 +34,7 @@ SPILLS = {
     ("forward-mask", 80): 256,
     ("forward-mask", 90): 256,
     ("forward-bias", 80): 256,
+    ("forward-bias", 90): 256,
     ("backward-keys", 90): 256 if triton.__version__.startswith("3.6.") else 128,
 }
 

@@ -236,6 +236,38 @@ def test_half_precision_gradients_are_summed_in_float32() -> None:
         assert_close(half, full, atol=2**-7 * float(full.abs().max()))
 
 
+def test_changing_a_mask_or_targets_before_the_backward_pass_is_noticed() -> None:
+    for name in ("mask", "targets"):
+        inputs = draw(mask=coin(2, 1, 13, 13))
+        request = ask(inputs, ("target_mass",))
+        q = inputs.q.clone().requires_grad_()
+        result = attend(replace(inputs, q=q), request)
+        changed = inputs.mask if name == "mask" else request.targets
+        assert changed is not None
+        changed.zero_()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            result.statistics["target_mass"].sum().backward()
+
+
+def test_autocast_changes_nothing() -> None:
+    inputs = draw(2, 1, 60, batch=1, causal=True)
+    found = []
+    for enabled in (False, True):
+        q = inputs.q.clone().requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            result = attend(replace(inputs, q=q), Request(statistics=("entropy",)))
+            total = result.z.float().sum() + result.statistics["entropy"].sum()
+            found.append((result.statistics["entropy"].detach(), *torch.autograd.grad(total, q)))
+    for plain, cast in zip(*found, strict=True):
+        assert_close(cast, plain, 1e-6)
+
+
+def test_masks_made_in_inference_mode_are_read() -> None:
+    with torch.inference_mode():
+        inputs = draw(mask=packed(5, 8).clone())
+        np.testing.assert_array_equal(seen_by(inputs)[0], oracle.visible(inputs))
+
+
 def test_rows_have_gradients_too() -> None:
     inputs = draw(causal=True, dtype=torch.float64)
     index = torch.tensor([[12, 3], [5, 0]])

@@ -336,8 +336,62 @@ def test_the_library_is_built_once_and_found_again(
     check(native.attend(inputs, request), inputs, request)
     builds = [line for line in log.read_text("utf-8").splitlines() if "attention.cpp" in line]
     assert len(builds) == 1
-    assert [path.suffix for path in (elsewhere / "cache" / "kernels").iterdir()] == [".so"]
-    assert os.path.getsize(next((elsewhere / "cache" / "kernels").iterdir())) > 0
+    library, digest = sorted((elsewhere / "cache" / "kernels").iterdir(), reverse=True)
+    assert (library.suffix, digest.suffix) == (".so", ".sha256")
+    assert os.path.getsize(library) > 0
+    damaged = library.with_name(
+        "damaged"
+    )  # a loaded file must not be cut: write another in its place
+    damaged.write_bytes(library.read_bytes()[:3000])
+    damaged.replace(library)
+    build._load.cache_clear()
+    check(native.attend(inputs, request), inputs, request)
+    builds = [line for line in log.read_text("utf-8").splitlines() if "attention.cpp" in line]
+    assert len(builds) == 2, "a damaged file is built again, never loaded"
+
+
+def test_an_open_quotation_in_cxx_is_a_reason(
+    elsewhere: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CXX", '"')
+    assert "could not be built or loaded" in str(native.why_not(draw(), Request()))
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
+def test_torchs_defaults_change_nothing(dtype: torch.dtype) -> None:
+    inputs = CALLS["everything"]()
+    request = ask(inputs)
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device("meta"):
+            found = native.attend(inputs, request)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    equal(found, native.attend(inputs, request))
+
+
+@needs_compiler
+def test_numbers_beyond_any_text_are_as_good_as_the_text_is_long() -> None:
+    inputs = draw(causal=True)
+    names = ("local_mass", "lag_mass", "block_map")
+    near = ask(inputs, names, local_window=99, lag_edges=(-99, 0, 99), block=99)
+    huge = 2**70
+    far = ask(inputs, names, local_window=huge, lag_edges=(-huge, 0, huge), block=huge)
+    check(native.attend(inputs, near), inputs, near)
+    equal(native.attend(inputs, far), native.attend(inputs, near))
+
+
+def test_shapes_that_do_not_fit_are_left_to_others() -> None:
+    inputs = draw()
+    for wrong, request in (
+        (replace(inputs, k=inputs.k[:1]), Request()),
+        (replace(inputs, q=inputs.q[:, :5]), Request()),
+        (replace(inputs, mask=torch.ones(1, 1, 1, 13, dtype=torch.bool)), Request()),
+        (inputs, Request(heads=(-1,), statistics=("lse",))),
+        (inputs, Request(statistics=("block_map",), block=0)),
+    ):
+        assert native.why_not(wrong, request) is not None
 
 
 def test_a_call_without_rows_gives_results_without_rows() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import signal
 import subprocess
@@ -156,6 +157,11 @@ def partial(tmp_path: Path, name: str) -> Path:
     return tmp_path / "trace.partial" / name
 
 
+def _journal(folder: Path, **changes: Any) -> None:
+    path = folder / "journal.json"
+    path.write_text(json.dumps(json.loads(path.read_text("utf-8")) | changes), "utf-8")
+
+
 DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "cut cache": (lambda folder: os.truncate(folder / "cache.bin", 1000), "fewer keys"),
     "no cache": (lambda folder: (folder / "cache.bin").unlink(), "fewer keys"),
@@ -168,6 +174,10 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no trace": (lambda folder: (folder / "trace.safetensors").unlink(), "missing"),
     "no sums": (lambda folder: (folder / "columns.safetensors").unlink(), "missing"),
     "cut trace": (lambda folder: os.truncate(folder / "trace.safetensors", 5000), "laid out"),
+    "more chunks": (lambda folder: _journal(folder, finished=5), "journal"),
+    "all chunks": (lambda folder: _journal(folder, finished=10**30), "journal"),
+    "no count": (lambda folder: _journal(folder, finished="3"), "journal"),
+    "no layout": (lambda folder: _journal(folder, layout=[[0, [1, 2], [1, 2], "os"]]), "journal"),
     "no JSON": (lambda folder: (folder / "journal.json").write_text("{"), "journal"),
     "other JSON": (lambda folder: (folder / "journal.json").write_text("[1]"), "journal"),
 }

@@ -19,6 +19,8 @@ from headlab.errors import HeadError, PlanError
 from headlab.kernels import LINEAR, STATISTICS
 from headlab.models.spec import ModelSpec
 
+#: Largest number of tokens that an argument may name.
+_MOST = 2**31 - 1
 #: Statistics that weights times their gradients have too.
 WEIGHTED = frozenset({*LINEAR, "first_mass", "segment_mass"})
 #: Gradient of a loss with respect to z, by layer: [batch, position, head, d_value].
@@ -172,7 +174,11 @@ def statistics(
     for label, number in whole.items():
         if not is_whole(number) or number < 1:
             raise PlanError(f"{label}={number!r} must be a whole number of at least 1")
+        if number > _MOST:
+            raise PlanError(f"{label}={number!r} is larger than any text: at most {_MOST}")
     bins = _wholes("bins", bins) or ()
+    if any(abs(edge) > _MOST for edge in bins):
+        raise PlanError(f"bins={list(bins)} reach further than any text: at most {_MOST}")
     if segments is not None and not (isinstance(segments, Mapping) and segments):
         raise PlanError(f"segments={segments!r} must name spans, as {{'subject': (3, 5)}}")
     if not names:

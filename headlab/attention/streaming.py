@@ -136,6 +136,7 @@ class _Run:
     def finish(self) -> None:
         """Run the chunks that are missing, and put the whole trace in its place."""
         unfinished, out = self.unfinished, self.unfinished.out
+        unfinished.check(self.n_chunks)
         if unfinished.finished < self.n_chunks:
             self._open()
             self._run_chunks()

@@ -74,9 +74,8 @@ class Unfinished:
             journal = json.loads(self._journal.read_text("utf-8"))
             settings = journal["settings"] if journal["format"] == _FORMAT else {"format": ""}
             if settings == self.settings:
-                self.finished = journal["finished"]
-                self._layout, self._sums = journal["layout"], journal["sums"]
-        except (ValueError, LookupError, TypeError) as error:
+                self._take(**{name: journal[name] for name in ("finished", "layout", "sums")})
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
             raise self.damaged("its journal cannot be read") from error
         if settings != self.settings:
             names = settings.keys() | self.settings.keys()
@@ -85,6 +84,32 @@ class Unfinished:
                 f"{self.out} holds an unfinished trace that differs from this one in {', '.join(differ)}: choose "
                 "another folder, or start over here with --fresh (fresh=True)"
             )
+
+    def _take(self, finished: Any, layout: Any, sums: Any) -> None:
+        """Take up a journal's entries, once they have the form they were written in."""
+        for number in (finished, *(x for pair in sums for x in pair)):
+            if type(number) is not int or number < 0:
+                raise ValueError(f"{number!r} is no count")
+        # The last chunk's keys and values are not stored: nothing comes after it.
+        if len(sums) not in (finished, finished - 1) or any(len(pair) != 2 for pair in sums):
+            raise ValueError("its counts do not agree")
+        for layer, *forms, dtype in layout:
+            numbers = [layer, *(x for form in forms for x in form)]
+            if len(numbers) != 5 or not all(type(x) is int and x >= 0 for x in numbers):
+                raise ValueError("its layout is none")
+            if not isinstance(getattr(torch, dtype), torch.dtype):
+                raise ValueError(f"{dtype!r} is no type")
+        self.finished, self._layout, self._sums = finished, layout, sums
+
+    def check(self, n_chunks: int) -> None:
+        """Check what was taken up against the number of chunks there are.
+
+        Raises:
+            OutputError: They do not agree.
+        """
+        stored = self.finished if self.finished < n_chunks else n_chunks - 1
+        if self.finished > n_chunks or len(self._sums) != stored:
+            raise self.damaged("its journal counts chunks that there are not")
 
     def damaged(self, what: str) -> OutputError:
         """The error for a folder that cannot be gone on with."""

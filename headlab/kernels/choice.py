@@ -108,6 +108,7 @@ def attend(inputs: AttentionInputs, request: Request) -> AttentionResult:
         UnsupportedError: It names one that cannot serve this call.
     """
     engine = choose(inputs, request)
-    if needs_gradients(inputs, request):
-        return with_gradients(engine, inputs, request)
-    return engine(inputs, request)
+    with torch.autocast(inputs.q.device.type, enabled=False):  # statistics are not a model's matter
+        if needs_gradients(inputs, request):
+            return with_gradients(engine, inputs, request)
+        return engine(inputs, request)

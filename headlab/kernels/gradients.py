@@ -97,7 +97,14 @@ class _Recomputed(torch.autograd.Function):
         ctx.mark_non_differentiable(*(values[name] for name in plan.outputs if name in _INDEX))
         ctx.set_materialize_grads(False)
         ctx.known = [name for name in ("z", "lse") if name in values]
-        ctx.save_for_backward(*tensors, *(values[name] for name in ctx.known))
+        # Masks and indices are saved too, so that changing one in place is noticed.
+        others = [
+            x
+            for part in (plan.inputs, plan.request)
+            for field in fields(part)
+            if isinstance(x := getattr(part, field.name), Tensor) and not x.is_floating_point()
+        ]
+        ctx.save_for_backward(*tensors, *(values[name] for name in ctx.known), *others)
         ctx.plan = plan
         return outputs
 
@@ -114,10 +121,11 @@ class _Recomputed(torch.autograd.Function):
         wanted = [name for at, name in enumerate(plan.tensors, start=1) if ctx.needs_input_grad[at]]
         if not upstream or not wanted:
             return (None, *(None for _ in plan.tensors))
-        known = dict(zip(ctx.known, saved[len(plan.tensors) :], strict=True))
+        known = dict(zip(ctx.known, saved[len(plan.tensors) :], strict=False))
         asked = _derivative(plan.engine)
         own = None if asked is None else asked(plan.inputs, plan.request, wanted, upstream)
-        found = _by_blocks(plan, wanted, upstream) if own is None else own(known)
+        with torch.autocast(plan.inputs.q.device.type, enabled=False):
+            found = _by_blocks(plan, wanted, upstream) if own is None else own(known)
         return (None, *(found.get(name) for name in plan.tensors))
 
 

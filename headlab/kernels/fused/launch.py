@@ -72,11 +72,15 @@ def _launch(
     device = call.q.device
     shape = (batch, n_chosen, n_queries)
     out = _Out(
-        rows=torch.empty(max(1, len(slots)), *shape, device=device),
+        rows=torch.empty(max(1, len(slots)), *shape, device=device, dtype=torch.float32),
         key=torch.empty(shape if program.argmax else 1, device=device, dtype=torch.int32),
-        top=torch.empty((*shape, request.k) if topk else 1, device=device),
+        top=torch.empty((*shape, request.k) if topk else 1, device=device, dtype=torch.float32),
         top_key=torch.empty((*shape, request.k) if topk else 1, device=device, dtype=torch.int32),
-        x=torch.empty((*shape, program.features) if features is not None else 1, device=device),
+        x=torch.empty(
+            (*shape, program.features) if features is not None else 1,
+            device=device,
+            dtype=torch.float32,
+        ),
     )
     if 0 not in shape:
         _run(call, program, tiles, request, features, z, out)
@@ -180,15 +184,19 @@ def _run(
     if program.splits > 1:
         device, count = call.q.device, program.splits * n_rows
         into = _Out(
-            rows=torch.empty(6 * count, device=device),
+            rows=torch.empty(6 * count, device=device, dtype=torch.float32),
             key=torch.empty(count if program.argmax else 1, device=device, dtype=torch.int32),
-            top=torch.empty(count * program.kept if program.k else 1, device=device),
+            top=torch.empty(
+                count * program.kept if program.k else 1, device=device, dtype=torch.float32
+            ),
             top_key=torch.empty(
                 count * program.kept if program.k else 1, device=device, dtype=torch.int32
             ),
-            x=torch.empty(max(1, count * program.features), device=device),
+            x=torch.empty(max(1, count * program.features), device=device, dtype=torch.float32),
         )
-        z_into = torch.empty(count * program.bdv if program.z else 1, device=device)
+        z_into = torch.empty(
+            count * program.bdv if program.z else 1, device=device, dtype=torch.float32
+        )
     k: Any = call.k
     v: Any = call.v
     if program.tma:

@@ -38,9 +38,29 @@ def why_not(inputs: AttentionInputs, request: Request) -> str | None:
             return f"{str(x.dtype).removeprefix('torch.')} inputs"
     if request.edit_scores is not None or request.edit_pattern is not None:
         return "edits of scores or of the pattern"
+    if misfit := _misfit(inputs, request):
+        return misfit
     if unknown := set(request.statistics) - SERVED:
         return f"it does not compute {', '.join(sorted(unknown))}"
     return unavailable()
+
+
+def _misfit(inputs: AttentionInputs, request: Request) -> str | None:
+    """Shapes that would have C++ read what is not there."""
+    (batch, heads, queries, width), keys = inputs.q.shape, inputs.n_keys
+    kv = inputs.k.shape[1]
+    if inputs.k.shape != (batch, kv, keys, width) or inputs.v.shape[:3] != (batch, kv, keys):
+        return "q, k and v whose shapes do not fit each other"
+    if not kv or heads % kv:
+        return f"{heads} query heads on {kv} key/value heads"
+    if any(not 0 <= head < heads for head in request.heads or ()):
+        return f"heads {request.heads} of {heads}"
+    for x in (inputs.mask, inputs.position_bias):
+        if x is not None and x.shape[2:] != (queries, keys):
+            return f"a mask or bias of shape {list(x.shape)}"
+    if request.block < 1 or request.k < 1:
+        return "a block or k below 1"
+    return None
 
 
 def attend(inputs: AttentionInputs, request: Request) -> AttentionResult:
@@ -79,7 +99,7 @@ def _run(inputs: AttentionInputs, request: Request, result: AttentionResult) -> 
     z = None
     if request.z:
         # Heads of a position lie side by side, as W_O wants them.
-        z = torch.empty(batch, n_queries, n_heads, inputs.v.shape[3])
+        z = _buffer(torch.empty, (batch, n_queries, n_heads, inputs.v.shape[3]))
         call.point("z", z)
     statistics = {
         name: _empty(name, inputs, request, (batch, len(counted))) for name in request.statistics
@@ -99,10 +119,10 @@ def _run(inputs: AttentionInputs, request: Request, result: AttentionResult) -> 
 
 def _empty(name: str, inputs: AttentionInputs, request: Request, heads: tuple[int, int]) -> Tensor:
     if name == "received":
-        return torch.zeros(*heads, inputs.n_keys)
+        return _buffer(torch.zeros, (*heads, inputs.n_keys))
     if name == "block_map":
         squares = (-(-n // request.block) for n in (inputs.n_queries, inputs.n_keys))
-        return torch.zeros(*heads, *squares)
+        return _buffer(torch.zeros, (*heads, *squares))
     last: tuple[int, ...] = ()
     if name in ("topk", "topk_index"):
         last = (request.k,)
@@ -115,7 +135,13 @@ def _empty(name: str, inputs: AttentionInputs, request: Request, heads: tuple[in
         assert request.segments is not None
         last = (request.segments.shape[2], inputs.v.shape[3])
     dtype = torch.long if name in _INDEX else torch.float32
-    return torch.empty(*heads, inputs.n_queries, *last, dtype=dtype)
+    return _buffer(torch.empty, (*heads, inputs.n_queries, *last), dtype)
+
+
+def _buffer(make: Any, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
+    """Memory for C++ to write to, whatever type and device are torch's defaults."""
+    made: Tensor = make(shape, dtype=dtype, device="cpu")
+    return made
 
 
 def _function() -> Any:

@@ -18,7 +18,8 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
-from headlab.errors import UnsupportedError
+from headlab.errors import OutputError, UnsupportedError
+from headlab.shards import write_text
 
 _SOURCE = Path(__file__).parent
 _FLAGS = (
@@ -55,7 +56,10 @@ def unavailable() -> str | None:
 def compiler() -> tuple[str, ...]:
     """The command of the C++ compiler: ``$CXX``, or what is on the path; empty when there is none."""
     if chosen := os.environ.get("CXX"):
-        return tuple(shlex.split(chosen))
+        try:
+            return tuple(shlex.split(chosen))
+        except ValueError:  # an open quotation: no command, and it will be said so
+            return (chosen,)
     names = ("c++", "g++", "clang++")
     return next(((path,) for name in names if (path := shutil.which(name))), ())
 
@@ -88,7 +92,7 @@ def _load(command: tuple[str, ...], folder: Path) -> ctypes.CDLL | str:
     try:
         native, target = _target(command)
         path = folder / compiled_name(command, native, target)
-        if not path.exists():
+        if not _whole(path):
             folder.mkdir(parents=True, exist_ok=True)
             _compile(command, native, path)
         return ctypes.CDLL(str(path))
@@ -96,8 +100,20 @@ def _load(command: tuple[str, ...], folder: Path) -> ctypes.CDLL | str:
         said = (error.stderr or error.stdout or "").splitlines()
         first = next((line for line in said if "error" in line), said[0] if said else "no message")
         return f"the C++ compiler {shlex.join(command)} failed: {first.strip()}"
-    except OSError as error:
+    except (OSError, OutputError) as error:
         return f"it could not be built or loaded: {error}"
+
+
+def _digest(path: Path) -> Path:
+    return path.with_suffix(".sha256")
+
+
+def _whole(path: Path) -> bool:
+    """Whether a compiled file is as it was written: loading a damaged one would end the process."""
+    try:
+        return hashlib.sha256(path.read_bytes()).hexdigest() == _digest(path).read_text()
+    except (OSError, UnicodeDecodeError):
+        return False
 
 
 def _target(command: tuple[str, ...]) -> tuple[tuple[str, ...], str]:
@@ -117,6 +133,8 @@ def _compile(command: tuple[str, ...], native: tuple[str, ...], path: Path) -> N
     try:
         build = [*command, *_FLAGS, *native, str(_SOURCE / "attention.cpp"), "-o", name]
         subprocess.run(build, capture_output=True, text=True, check=True, stdin=subprocess.DEVNULL)
+        digest = hashlib.sha256(Path(name).read_bytes()).hexdigest()
         os.replace(name, path)
+        write_text(_digest(path), digest)
     finally:
         Path(name).unlink(missing_ok=True)

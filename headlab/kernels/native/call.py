@@ -12,6 +12,9 @@ from torch import Tensor
 from headlab.kernels.inputs import AttentionInputs, Request
 from headlab.kernels.visibility import visibility
 
+#: Farther than any two tokens are apart, and no sum of a few of these is too large for C++.
+_FAR = 1 << 40
+
 _NUMBERS = "scaling softcap"
 _STATISTICS = (
     "lse entropy max topk feature local_mass lag_mass mean_distance target_mass segment_z "
@@ -65,8 +68,8 @@ class Call:
             diagonal=inputs.diagonal, scaling=inputs.scaling, softcap=inputs.softcap or 0.0,
             n_run=len(run), n_slots=sum(slot >= 0 for slot in slots),
         )  # fmt: skip
-        self.point("run", torch.tensor(run, dtype=torch.long))
-        self.point("slot", torch.tensor(slots, dtype=torch.long))
+        self.point("run", torch.tensor(run, dtype=torch.long, device="cpu"))
+        self.point("slot", torch.tensor(slots, dtype=torch.long, device="cpu"))
         for name in ("q", "k", "v"):
             self._strided(name, name, getattr(inputs, name))
         if request.z_gradient is not None:
@@ -117,11 +120,12 @@ class Call:
     def _parameters(self, request: Request, batch: int) -> None:
         asked = set(request.statistics)
         self._set(
-            k_largest=request.k, local_window=request.local_window, block=request.block,
+            k_largest=request.k, local_window=min(request.local_window, _FAR), block=min(request.block, _FAR),
             n_bins=max(len(request.lag_edges) - 1, 0),
         )  # fmt: skip
         if "lag_mass" in asked:
-            self.point("edges", torch.tensor(request.lag_edges, dtype=torch.long))
+            edges = [min(max(edge, -_FAR), _FAR) for edge in request.lag_edges]
+            self.point("edges", torch.tensor(edges, dtype=torch.long, device="cpu"))
         if "feature" in asked:
             assert request.features is not None
             self._set(n_features=request.features.shape[2])
