@@ -253,12 +253,20 @@ class Model:
             PromptError: The prompt cannot be used, or is more than one.
             PlanError: The plan names what does not exist or cannot be streamed.
             UnsupportedError: The model is no decoder.
-            OutputError: The folder cannot be written, is in use, or holds unfinished work of other settings.
+            OutputError: The folder cannot be written, is in use, or holds a trace, finished or not, of other settings.
         """
         plan = keep if isinstance(keep, Sequence) else [keep]
-        ids, folder = self.tokens(prompt), Path(out)
-        options = {"chunk": chunk, "logits": logits, "fresh": fresh, "tell": tell}
-        return stream(self, self._session, ids, plan, folder, **options)  # type: ignore[arg-type]
+        return stream(
+            self,
+            self._session,
+            self.tokens(prompt),
+            plan,
+            Path(out),
+            chunk=chunk,
+            logits=logits,
+            fresh=fresh,
+            tell=tell,
+        )
 
     def forward(
         self,

@@ -120,6 +120,14 @@ def test_plans_say_what_is_wrong_with_a_gradient() -> None:
         model.trace(prompts()[:1], keep=hl.keep.rows(z_gradient=short))
 
 
+def test_queries_of_one_statistic_may_be_an_array_beside_another() -> None:
+    model = hl.load(build("llama"))
+    some = hl.keep.statistics("max", queries=np.array([1, 3]))
+    trace = model.trace(prompts()[:1], keep=[some, hl.keep.statistics("entropy")])
+    assert trace.statistic("max").shape[3] == 2
+    assert trace.statistic("entropy").shape[3] == 9
+
+
 def test_rows_can_be_weighted_by_gradients() -> None:
     model = hl.load(exact("gpt2"))
     ids = prompts()[:1]

@@ -139,8 +139,8 @@ class Collector:
             if name == "topk":
                 self.statistics["topk_index"] = Kept(heads)
         for group in self._groups:
-            both = (group.queries, item.queries, group.z_gradient, item.z_gradient)
-            if group.heads == heads and both == (None, None, None, None):
+            apart = (group.queries, item.queries, group.z_gradient, item.z_gradient)
+            if group.heads == heads and all(x is None for x in apart):
                 group.items |= {name: item for name in item.names}
                 return
         items = {name: item for name in item.names}
