@@ -90,9 +90,8 @@ class Unfinished:
         for number in (finished, *(x for pair in sums for x in pair)):
             if type(number) is not int or number < 0:
                 raise ValueError(f"{number!r} is no count")
-        # The last chunk's keys and values are not stored: nothing comes after it.
-        if len(sums) not in (finished, finished - 1) or any(len(pair) != 2 for pair in sums):
-            raise ValueError("its counts do not agree")
+        if any(len(pair) != 2 for pair in sums):
+            raise ValueError("a chunk has a length and a checksum")
         for layer, *forms, dtype in layout:
             numbers = [layer, *(x for form in forms for x in form)]
             if len(numbers) != 5 or not all(type(x) is int and x >= 0 for x in numbers):
@@ -107,6 +106,7 @@ class Unfinished:
         Raises:
             OutputError: They do not agree.
         """
+        # The last chunk's keys and values are not stored: nothing comes after it.
         stored = self.finished if self.finished < n_chunks else n_chunks - 1
         if self.finished > n_chunks or len(self._sums) != stored:
             raise self.damaged("its journal counts chunks that there are not")
