@@ -215,7 +215,10 @@ class Model:
             arguments["use_cache"] = False  # one pass needs no cache, and its memory counts
         recording = nullcontext() if grad else torch.no_grad()
         capturing = collector if plan else None
-        with self._session.running(lengths, capturing, encoder_lengths), recording:
+        prompts = {"ids": shown}
+        if encoder_lengths is not None:
+            prompts["encoder_ids"] = ids
+        with self._session.running(lengths, capturing, encoder_lengths, **prompts), recording:
             output = self.module(**arguments)
         kept = getattr(output, "logits", None) if logits != "none" else None
         if kept is not None:
@@ -292,7 +295,8 @@ class Model:
         if not hasattr(self.module.config, "use_cache"):
             arguments.pop("use_cache", None)
         editing = self._session.editing(edits) if edits else nullcontext()
-        with torch.no_grad(), editing, self._session.running(lengths):
+        whole = ids if length is None else None
+        with torch.no_grad(), editing, self._session.running(lengths, ids=whole):
             return self.module(input_ids=ids, **arguments)
 
     def logits(
@@ -340,12 +344,10 @@ class Model:
         ids = self.tokens(prompt)
         self._check_room(ids, max_new_tokens)
         plan = keep if isinstance(keep, Sequence) else [keep]
-        encoder_lengths, lengths = None, lengths_of(ids)
+        encoder_lengths, lengths, prompts = None, lengths_of(ids), {"ids": ids}
         if self.module.config.is_encoder_decoder:
-            encoder_lengths, lengths = (
-                lengths,
-                torch.ones_like(lengths),
-            )  # the decoder's start token
+            encoder_lengths, lengths = lengths, torch.ones_like(lengths)  # the start token
+            prompts = {"ids": self._decoder_ids(None, len(ids)), "encoder_ids": ids}
         arguments = self._arguments(ids if encoder_lengths is not None else aligned(ids, "left"))
         # Without a mask, generate takes tokens of the prompt that equal its padding token for padding.
         arguments.setdefault("attention_mask", torch.ones_like(arguments["input_ids"]))
@@ -358,7 +360,7 @@ class Model:
         devices = [self.device] if self.device.type == "cuda" else []
         capturing = collector if plan else None
         with (
-            self._session.running(lengths, capturing, encoder_lengths),
+            self._session.running(lengths, capturing, encoder_lengths, **prompts),
             torch.no_grad(),
             torch.random.fork_rng(devices=devices, enabled=do_sample),
         ):
@@ -367,14 +369,14 @@ class Model:
             whole = self.module.generate(
                 **arguments, max_new_tokens=max_new_tokens, do_sample=do_sample, **options
             )
-        prompts = whole[:, :1] if encoder_lengths is not None else ids
+        begun = whole[:, :1] if encoder_lengths is not None else ids
         new = self._ended(
-            whole[:, prompts.shape[1] :],
+            whole[:, begun.shape[1] :],
             options.get("eos_token_id", self.module.generation_config.eos_token_id),
         )
         trace = None
         if plan:
-            joined = aligned(torch.cat([prompts, new], 1), "right")
+            joined = aligned(torch.cat([begun, new], 1), "right")
             run = lengths_of(joined) - 1  # the last new token of each was never run
             places = torch.arange(joined.shape[1] - 1, device=ids.device)
             shown = joined[:, :-1].masked_fill(places >= run[:, None], -1)

@@ -63,6 +63,10 @@ def ablate(
     """
     if kind not in KINDS:
         raise PlanError(f"there is no ablation {kind!r}; there are {', '.join(KINDS)}")
+    if site == "bias":
+        raise PlanError(
+            "nothing is computed at bias, so there is nothing to ablate; use site='scores'"
+        )
     if kind == "first" and site not in ROW_SITES:
         raise PlanError(f"ablation 'first' is one of attention: use site='pattern', not {site!r}")
     needs = kind == "resample" or (kind == "mean" and site not in ROW_SITES)

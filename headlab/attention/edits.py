@@ -4,8 +4,12 @@
         ...
 
 Edits apply in the order given. A site is where an edit acts: ``q``, ``k``, ``v`` (after position encoding),
-``scores`` (before the softmax), ``pattern``, ``z`` (before W_O) or ``result`` (z·W_O, per head, in the residual
-stream). Heads are query heads: an edit at k or v of one head leaves the other heads of its group alone.
+``bias`` (added to the scores), ``scores`` (before the softmax), ``pattern``, ``z`` (before W_O) or ``result`` (z·W_O,
+per head, in the residual stream). Heads are query heads: an edit at k or v of one head leaves the other heads of its
+group alone.
+
+``bias`` starts at 0. What is the same for every query, such as more weight for some keys, belongs there rather than in
+``scores``: it never holds a whole pattern and stays on the fast path, capture included.
 
 Four more sites belong to a whole layer and are named as ``"3.*"``: ``resid_pre`` and ``resid_post``, the residual
 stream before and after the layer's block, and ``attn_out`` and ``mlp_out``, what is added to it in between. In their
@@ -31,11 +35,26 @@ if TYPE_CHECKING:
     from headlab.model import Model
 
 Site: TypeAlias = Literal[
-    "q", "k", "v", "z", "result", "scores", "pattern", "resid_pre", "attn_out", "mlp_out", "resid_post"
+    "q", "k", "v", "z", "result", "bias", "scores", "pattern", "resid_pre", "attn_out", "mlp_out", "resid_post"
 ]  # fmt: skip
 HEAD_SITES = ("q", "k", "v", "z", "result")
 VECTOR_SITES = HEAD_SITES + STREAM
 ROW_SITES = ("scores", "pattern")
+#: Every site, in the order in which a layer comes to them.
+SITES = (
+    "resid_pre",
+    "q",
+    "k",
+    "v",
+    "bias",
+    "scores",
+    "pattern",
+    "z",
+    "result",
+    "attn_out",
+    "mlp_out",
+    "resid_post",
+)
 
 
 @dataclass(frozen=True)
@@ -48,9 +67,14 @@ class Where:
         positions: Position of each row in its sequence, [batch, position]; negative in left padding.
         prompts: Which of ``n_prompts`` prompts each row of the batch runs, [batch]; None where row i runs prompt i.
         n_prompts: Prompts that values given per prompt are of.
-        first_key: At scores and pattern, the place of the first key: above 0 where a sliding cache has dropped some.
+        first_key: At bias, scores and pattern, the place of the first key: above 0 where a sliding cache has dropped
+            some.
         lengths: Tokens of each row's prompt, [batch]: positions from there on are padding, or generated. None where the
             module was run without headlab.
+        keys: At bias, scores and pattern, the position of each key in its sequence, [batch, key]; negative in left
+            padding.
+        prompt: Token ids of the prompts being run, [batch, position], −1 beyond their ends; the same tensor at every
+            layer and step of a run. None where only part of them is at hand, as inside a sweep.
     """
 
     layer: int
@@ -60,6 +84,8 @@ class Where:
     n_prompts: int | None = None
     first_key: int = 0
     lengths: Tensor | None = None
+    keys: Tensor | None = None
+    prompt: Tensor | None = None
 
     def rows_of(self, value: Tensor) -> Tensor:
         """A value given per prompt, as one row per row of the batch; other values as they are."""
@@ -69,7 +95,7 @@ class Where:
 
 
 #: Rewrites values of some heads: [batch, position, head, width] at vector sites, [batch, head, query, key] at
-#: scores (hidden keys are −inf) and pattern.
+#: scores (hidden keys are −inf) and pattern, [batch, head, 1 or query, key] at bias.
 Operation: TypeAlias = Callable[[Tensor, Where], Tensor]
 
 
@@ -91,10 +117,8 @@ class Edit:
     positions: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
-        if self.site not in VECTOR_SITES + ROW_SITES:
-            raise PlanError(
-                f"there is no site {self.site!r}; there are {', '.join(VECTOR_SITES + ROW_SITES)}"
-            )
+        if self.site not in SITES:
+            raise PlanError(f"there is no site {self.site!r}; there are {', '.join(SITES)}")
 
 
 @dataclass(frozen=True)
@@ -122,69 +146,82 @@ class BoundEdit:
     positions: tuple[int, ...] | None
     batch: Batch | None = None
 
-    def on_vectors(
-        self, x: Tensor, layer: int, positions: Tensor, lengths: Tensor | None
-    ) -> Tensor:
+    def on_vectors(self, x: Tensor, where: Where) -> Tensor:
         """The edited values of one layer, [batch, position, head, width]."""
-        return self._on_rows_of_batch(self._on_vectors, x, layer, positions, lengths)
+        return self._on_rows_of_batch(self._on_vectors, x, where)
 
-    def on_rows(
-        self,
-        x: Tensor,
-        layer: int,
-        positions: Tensor,
-        lengths: Tensor | None,
-        first_key: int = 0,
-    ) -> Tensor:
+    def on_rows(self, x: Tensor, where: Where) -> Tensor:
         """The edited rows of one layer, [batch, head, query, key]."""
-        return self._on_rows_of_batch(self._on_rows, x, layer, positions, lengths, first_key)
+        return self._on_rows_of_batch(self._on_rows, x, where)
+
+    def on_bias(self, x: Tensor, where: Where) -> Tensor:
+        """The edited bias of one layer, [batch, head, 1 or query, key]."""
+        return self._on_rows_of_batch(self._on_bias, x, where)
 
     def _on_rows_of_batch(
-        self,
-        edit: Callable[..., Tensor],
-        x: Tensor,
-        layer: int,
-        positions: Tensor,
-        lengths: Tensor | None,
-        first_key: int = 0,
+        self, edit: Callable[[Tensor, Where], Tensor], x: Tensor, where: Where
     ) -> Tensor:
-        where = Where(layer, self.heads[layer], positions, first_key=first_key, lengths=lengths)
+        """``where`` names no heads yet: they are this edit's."""
+        where = replace_fields(where, heads=self.heads[where.layer])
         if self.batch is None:
-            return edit(x, where, lengths)
-        start, stop = self.batch.start, self.batch.start + len(self.batch.prompts)
+            return edit(x, where)
+        rows = slice(self.batch.start, self.batch.start + len(self.batch.prompts))
         where = replace_fields(
             where,
-            positions=positions[start:stop],
+            positions=where.positions[rows],
             prompts=self.batch.prompts,
             n_prompts=self.batch.n_prompts,
-            lengths=None if lengths is None else lengths[start:stop],
+            lengths=None if where.lengths is None else where.lengths[rows],
+            keys=None if where.keys is None else where.keys[rows],
+            prompt=None if where.prompt is None else where.prompt[rows],
         )
-        new = edit(x[start:stop], where, where.lengths)
-        return torch.cat([x[:start], new, x[stop:]]) if len(new) < len(x) else new
+        new = edit(x[rows], where)
+        if len(new) == len(x):
+            return new
+        whole = torch.broadcast_shapes(x.shape[1:], new.shape[1:])  # a bias may get its own rows
+        parts = (x[: rows.start], new, x[rows.stop :])
+        return torch.cat([part.expand(-1, *whole) for part in parts])
 
-    def _on_vectors(self, x: Tensor, where: Where, lengths: Tensor | None) -> Tensor:
+    def _on_vectors(self, x: Tensor, where: Where) -> Tensor:
         index = torch.tensor(where.heads, device=x.device)
         old = x[:, :, index]
         new = self.operation(old, where).to(x.dtype)
-        at = self._acts(where.positions, lengths)
+        at = self._acts(where)
         if at is not None:
             new = torch.where(at[:, :, None, None], new, old)
         return x.index_copy(2, index, new.expand_as(old))
 
-    def _on_rows(self, x: Tensor, where: Where, lengths: Tensor | None) -> Tensor:
+    def _on_rows(self, x: Tensor, where: Where) -> Tensor:
         index = torch.tensor(where.heads, device=x.device)
         old = x[:, index]
         new = self.operation(old, where).to(x.dtype)
         if self.site == "scores":  # whatever the operation does, a hidden key stays hidden
             new = new.expand_as(old).masked_fill(old == -torch.inf, -torch.inf)
-        at = self._acts(where.positions, lengths)
+        at = self._acts(where)
         if at is not None:
             new = torch.where(at[:, None, :, None], new, old)
         return x.index_copy(1, index, new.expand_as(old))
 
-    def _acts(self, positions: Tensor, lengths: Tensor | None) -> Tensor | None:
+    def _on_bias(self, x: Tensor, where: Where) -> Tensor:
+        index = torch.tensor(where.heads, device=x.device)
+        old = x[:, index]
+        new = self.operation(old, where).to(x.dtype)
+        at = self._acts(where)
+        if at is not None:
+            new = torch.where(at[:, None, :, None], new, old)
+        rows = new.shape[-2] if new.dim() > 1 else 1
+        if rows not in (1, where.positions.shape[1]):
+            raise PlanError(
+                f"a bias must have one row for all queries or one for each of {where.positions.shape[1]}, not {rows}"
+            )
+        x = x.expand(-1, -1, max(rows, x.shape[2]), -1)
+        return x.index_copy(1, index, new.expand(len(x), len(where.heads), *x.shape[2:]))
+
+    def _acts(self, where: Where) -> Tensor | None:
+        """Which rows the edit acts on, [batch, position]; None for all."""
         if self.positions is None:
             return None
+        positions, lengths = where.positions, where.lengths
         wanted = torch.tensor(self.positions, device=positions.device)[None]
         if bool((wanted < 0).any()):
             if lengths is None:
@@ -232,12 +269,12 @@ def add(
     positions: Sequence[int] | None = None,
 ) -> Edit:
     """Add a value, broadcast over [batch, position, head, width] or, at scores and pattern,
-    [batch, head, query, key]."""
+    [batch, head, query, key]; at bias one row may stand for all queries."""
     added = _finite(value, "value", site)
     return Edit(
         heads,
         site,
-        lambda *_: lambda x, where: x + _spread(where.rows_of(added), x),
+        lambda *_: lambda x, where: x + _spread(where.rows_of(added), x, where, site),
         as_positions(positions),
     )
 
@@ -254,7 +291,7 @@ def replace(
     return Edit(
         heads,
         site,
-        lambda *_: lambda x, where: _spread(where.rows_of(new), x),
+        lambda *_: lambda x, where: _spread(where.rows_of(new), x, where, site),
         as_positions(positions),
     )
 
@@ -335,7 +372,7 @@ def _finite(value: Any, label: str, site: str = "") -> Tensor:
     except (ValueError, TypeError, RuntimeError) as error:
         raise PlanError(f"{label}={value!r:.60} must be a number or a tensor") from error
     fine = tensor.isfinite()
-    if site == "scores":
+    if site in ("bias", "scores"):
         fine = fine | (tensor == -torch.inf)  # −inf hides a key
     if not bool(fine.all()):
         raise PlanError(
@@ -344,14 +381,17 @@ def _finite(value: Any, label: str, site: str = "") -> Tensor:
     return tensor
 
 
-def _spread(value: Tensor, x: Tensor) -> Tensor:
-    """The value in the shape of ``x``."""
+def _spread(value: Tensor, x: Tensor, where: Where, site: str) -> Tensor:
+    """The value in the shape of ``x``, or at bias in one that ``x`` can take."""
+    shape = x.shape
+    if site == "bias" and value.dim() > 1 and value.shape[-2] > 1:
+        shape = torch.Size((*shape[:2], where.positions.shape[1], shape[3]))
     try:
-        return value.to(x).expand_as(x)
+        return value.to(x).expand(shape)
     except RuntimeError as error:
         raise PlanError(
-            f"a value of shape {list(value.shape)} does not fit {list(x.shape)}, "
-            "[batch, position, head, width] (or [batch, head, query, key] at scores and pattern)"
+            f"a value of shape {list(value.shape)} does not fit {list(shape)}, "
+            "[batch, position, head, width] (or [batch, head, query, key] at bias, scores and pattern)"
         ) from error
 
 

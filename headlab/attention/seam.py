@@ -33,18 +33,24 @@ class Call:
     Attributes:
         layer: Which layer of the model called.
         inputs: What the engines take.
-        native: z by the model's own SDPA path, [batch, query, head, d_value], for given q, k and v; None
+        native: z by the model's own SDPA path, [batch, query, head, d_value], for given q, k, v and mask; None
             where that path does not serve this call (soft cap, sink logits).
     """
 
     layer: int
     inputs: AttentionInputs
-    native: Callable[[Tensor, Tensor, Tensor], Tensor] | None
+    native: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor] | None
 
     def z(self, inputs: AttentionInputs) -> Tensor:
         """z [batch, query, head, d_value] the fastest way that is exact."""
         if self.native is not None and inputs.k.shape[1] == self.inputs.k.shape[1]:
-            return self.native(inputs.q, inputs.k, inputs.v)
+            own = self.inputs.position_bias
+            if inputs.position_bias is own:
+                return self.native(inputs.q, inputs.k, inputs.v, inputs.mask)
+            # A mask that differs by head is as large as a pattern, but for a single query.
+            if inputs.n_queries == 1 and own is None and inputs.position_bias is not None:
+                mask = _masked(inputs.position_bias, inputs.mask).to(inputs.q.dtype)
+                return self.native(inputs.q, inputs.k, inputs.v, mask)
         z = attend(inputs, Request()).z
         assert z is not None
         return z.transpose(1, 2)
@@ -64,6 +70,15 @@ def _positions(x: Tensor, start: int, left: Tensor | None) -> Tensor:
     index = torch.arange(start, start + x.shape[2], device=x.device)
     shift = torch.zeros(x.shape[0], dtype=torch.long, device=x.device)
     return index - (shift if left is None else left.to(x.device))[:, None]
+
+
+def _masked(bias: Tensor, mask: Tensor | None) -> Tensor:
+    """A bias and a mask as one additive mask."""
+    if mask is None:
+        return bias
+    if mask.dtype == torch.bool:
+        return bias.masked_fill(~mask, torch.finfo(bias.dtype).min)
+    return bias + mask
 
 
 #: Returns z [batch, query, head, d_value].
@@ -212,7 +227,7 @@ class Seam:
             left=self._forward.left if stack == "decoder" else None,
         )
 
-        def native(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        def native(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
             extra = {} if position_bias is None else {"position_bias": position_bias}
             return _SDPA(
                 module, q, k, v, mask, scaling=scaling, is_causal=is_causal, **extra, **rest

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from headlab.attention.collector import Collector
-from headlab.attention.edits import BoundEdit
+from headlab.attention.edits import BoundEdit, Where
 from headlab.attention.keep import STREAM
 from headlab.attention.seam import Call, Seam, evaluating, expand_groups
 from headlab.errors import PlanError
@@ -44,6 +44,8 @@ class Session:
         self._collector: Collector | None = None
         self._lengths: Tensor | None = None
         self._encoder_lengths: Tensor | None = None
+        self._ids: Tensor | None = None
+        self._encoder_ids: Tensor | None = None
         self._hooks: dict[tuple[int, str], Any] = {}
         self._owner, self._depth = 0, 0
         self._positions: dict[int, Tensor] = {}
@@ -86,12 +88,20 @@ class Session:
         lengths: Tensor,
         collector: Collector | None = None,
         encoder_lengths: Tensor | None = None,
+        ids: Tensor | None = None,
+        encoder_ids: Tensor | None = None,
     ) -> Iterator[None]:
-        """Run prompts of these lengths, capturing what the collector's plan names.
+        """Run prompts of these lengths (and ids, where at hand), capturing what the collector's plan names.
 
         Without edits and capture the seam stays closed, and the model runs exactly as it came, dropout off.
         """
-        changes = {"lengths": lengths, "collector": collector, "encoder_lengths": encoder_lengths}
+        changes = {
+            "lengths": lengths,
+            "collector": collector,
+            "encoder_lengths": encoder_lengths,
+            "ids": ids,
+            "encoder_ids": encoder_ids,
+        }
         with self._changed(**changes), evaluating(self._module):
             if collector is None:
                 yield
@@ -148,12 +158,24 @@ class Session:
     def _at(self, layer: int, site: str) -> list[BoundEdit]:
         return [edit for edit in self._edits if edit.site == site and layer in edit.heads]
 
-    def _prompt_lengths(self, layer: int, site: str) -> Tensor | None:
-        """Lengths that positions of a site count in: keys of cross-attention are the encoder's."""
+    def _where(
+        self,
+        layer: int,
+        site: str,
+        positions: Tensor,
+        keys: Tensor | None = None,
+        first_key: int = 0,
+    ) -> Where:
+        """What edits at a site are told, but for their heads. Keys of cross-attention are the encoder's."""
         stack = self._spec.layers[layer].stack
+        lengths, ids = self._lengths, self._ids
         if stack == "encoder" or (stack == "cross" and site in ("k", "v")):
-            return self._lengths if self._encoder_lengths is None else self._encoder_lengths
-        return self._lengths
+            lengths = self._lengths if self._encoder_lengths is None else self._encoder_lengths
+        if stack in ("encoder", "cross") and self._encoder_ids is not None:
+            ids = self._encoder_ids
+        return Where(
+            layer, (), positions, first_key=first_key, lengths=lengths, keys=keys, prompt=ids
+        )
 
     # -- inside the model ------------------------------------------------------------------------------------
 
@@ -175,8 +197,7 @@ class Session:
         if z is None:
             z = call.z(inputs)
         for edit in self._at(layer, "z"):
-            lengths = self._prompt_lengths(layer, "z")
-            z = edit.on_vectors(z, layer, call.query_positions, lengths)
+            z = edit.on_vectors(z, self._where(layer, "z", call.query_positions))
         if collector is not None:
             collector.take("z", layer, z)
         if (layer, "result") in self._hooks:
@@ -208,9 +229,24 @@ class Session:
             if edits:
                 x = getattr(inputs, site).transpose(1, 2)
                 for edit in edits:
-                    x = edit.on_vectors(x, layer, positions, self._prompt_lengths(layer, site))
+                    x = edit.on_vectors(x, self._where(layer, site, positions))
                 changed[site] = x.transpose(1, 2)
+        if self._at(layer, "bias"):
+            changed["position_bias"] = self._bias(call)
         return replace(inputs, **changed) if changed else inputs
+
+    def _bias(self, call: Call) -> Tensor:
+        """What is added to the scores, [batch, head, query, key]: the model's own bias and that of the edits."""
+        q, own = call.inputs.q, call.inputs.position_bias
+        exact = q.dtype if q.dtype == torch.float64 else torch.float32
+        bias = torch.zeros(len(q), q.shape[1], 1, call.inputs.n_keys, dtype=exact, device=q.device)
+        where = self._where(
+            call.layer, "bias", call.query_positions, call.key_positions, call.inputs.key_start
+        )
+        for edit in self._at(call.layer, "bias"):
+            bias = edit.on_bias(bias, where)
+        bias = bias if own is None else bias + own
+        return bias.expand(-1, -1, call.inputs.n_queries, -1)
 
     def _row_edit(self, call: Call, site: str) -> RowEdit | None:
         edits = self._at(call.layer, site)
@@ -219,9 +255,11 @@ class Session:
 
         def edit_rows(rows: Tensor, query_index: Tensor) -> Tensor:
             positions = call.query_positions.gather(1, query_index)
+            where = self._where(
+                call.layer, site, positions, call.key_positions, call.inputs.key_start
+            )
             for edit in edits:
-                lengths = self._prompt_lengths(call.layer, site)
-                rows = edit.on_rows(rows, call.layer, positions, lengths, call.inputs.key_start)
+                rows = edit.on_rows(rows, where)
             return rows
 
         return edit_rows
@@ -237,9 +275,9 @@ class Session:
             result = torch.einsum("bphd,hdm->bphm", z, self._weights.W_O(layer).to(z))
             if edits:
                 before = result
+                where = self._where(layer, "result", self._positions[layer])
                 for edit in edits:
-                    lengths = self._prompt_lengths(layer, "result")
-                    result = edit.on_vectors(result, layer, self._positions[layer], lengths)
+                    result = edit.on_vectors(result, where)
                 # Only the difference is added, so that heads left alone keep their bits.
                 output = output + (result - before).sum(2)
             if self._collector is not None:
@@ -274,9 +312,9 @@ class Session:
         """The residual stream at a site, edited and kept."""
         rows, positions = self._seam.rows(layer, x)
         values = rows.unsqueeze(2)
+        where = self._where(layer, site, positions)
         for edit in self._at(layer, site):
-            lengths = self._prompt_lengths(layer, site)
-            values = edit.on_vectors(values, layer, positions, lengths)
+            values = edit.on_vectors(values, where)
         if self._collector is not None:
             self._collector.take(site, layer, values)
         return values.reshape(x.shape)

@@ -105,7 +105,7 @@ class Layout:
             model.spec,
             torch.ones(1, dtype=torch.long, device=ids.device),
         )
-        with session.running(measured.lengths, measured):
+        with session.running(measured.lengths, measured, ids=ids):
             output = model.module(input_ids=ids[:, :1])
         entries = {"ids": ((1, n), torch.int64), "lengths": ((1,), torch.int64)}
         head = getattr(output, "logits", None)

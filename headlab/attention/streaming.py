@@ -190,7 +190,7 @@ class _Run:
         options: dict[str, Any] = {argument: cache, "use_cache": True}
         if self.logits != "all" and "logits_to_keep" in _parameters(module):
             options["logits_to_keep"] = 1
-        with self.session.running(self.lengths, _Writing(self, index)):
+        with self.session.running(self.lengths, _Writing(self, index), ids=self.ids):
             output = module(input_ids=self.ids[:, start:stop], **options)
         if "logits" not in tensors:
             return
