@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from headlab import errors
 
 if TYPE_CHECKING:
-    from headlab import causal, parameters, planted, plots, roles, tasks
+    from headlab import causal, lookback, parameters, planted, plots, roles, steering, tasks
     from headlab.attention import (
         Edit,
         Head,
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from headlab.report import HeadCard, Report, report
     from headlab.report.head_card import head_card
     from headlab.roles import Scores, score
+    from headlab.steering import steer
 
 __version__ = "0.1.0"
 
@@ -54,6 +55,7 @@ _HOMES = {
     "head_card": "headlab.report",
     "keep": "headlab.attention",
     "load": "headlab.model",
+    "lookback": "",
     "metrics": "headlab.causal",
     "parse_heads": "headlab.attention",
     "patch": "headlab.attention",
@@ -65,6 +67,8 @@ _HOMES = {
     "roles": "",
     "scale": "headlab.attention",
     "score": "headlab.roles",
+    "steer": "headlab.steering",
+    "steering": "",
     "tasks": "",
 }
 

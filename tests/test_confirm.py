@@ -12,13 +12,12 @@ import torch
 
 import headlab as hl
 from headlab import planted
-from headlab.attention.heads import Head
+from headlab.attention import Head, matched_sets
 from headlab.roles import RoleError
 from headlab.roles.confirmation import (
     CAUSAL_COLUMNS,
     confirm,
     general_log_probability,
-    matched_sets,
 )
 from headlab.roles.scoring import prepare
 from headlab.shards import Shards
@@ -95,18 +94,18 @@ def test_a_second_run_reads_what_the_first_one_finished(tmp_path):
 def test_random_sets_match_layer_by_layer_and_leave_the_claimed_heads_alone():
     probing = prepare(model(), 0, 4, None)
     heads = (Head(1, 2), Head(1, 5), Head(2, 1))
-    sets, note = matched_sets(probing, heads, 30)
+    sets, note = matched_sets(probing.model.spec, heads, 30, probing.seed)
     assert note == ""
     assert len(set(sets)) == 30
     for drawn in sets:
         assert Counter(head.layer for head in drawn) == {1: 2, 2: 1}
         assert not set(drawn) & set(heads)
-    assert matched_sets(probing, heads, 30) == (sets, note)
-    assert matched_sets(prepare(model(), 1, 4, None), heads, 30)[0] != sets
+    assert matched_sets(probing.model.spec, heads, 30, probing.seed) == (sets, note)
+    assert matched_sets(model().spec, heads, 30, 1)[0] != sets
 
 
 def test_a_layer_with_too_few_other_heads_borrows_from_its_neighbours_and_says_so():
-    sets, note = matched_sets(prepare(model(), 0, 4, None), (Head(3, 0),), 20)
+    sets, note = matched_sets(model().spec, (Head(3, 0),), 20, 0)
     assert "up to 2 layers away" in note
     assert {head.layer for drawn in sets for head in drawn} == {1, 2, 3}
     assert len(set(sets)) == 20
@@ -114,8 +113,8 @@ def test_a_layer_with_too_few_other_heads_borrows_from_its_neighbours_and_says_s
 
 def test_where_most_heads_are_claimed_sets_are_drawn_from_all():
     heads = tuple(Head(layer, head) for layer in range(4) for head in range(5))
-    sets, note = matched_sets(prepare(model(), 0, 4, None), heads, 20)
-    assert "claimed ones included" in note
+    sets, note = matched_sets(model().spec, heads, 20, 0)
+    assert "chosen ones included" in note
     assert heads not in sets
     assert all(
         Counter(head.layer for head in drawn) == dict.fromkeys(range(4), 5) for drawn in sets

@@ -16,8 +16,8 @@ from scipy.stats import spearmanr
 from tiny_models import build
 
 import headlab as hl
+from headlab.attention import matched_sets
 from headlab.roles import Measurement, Probing
-from headlab.roles.confirmation import matched_sets
 from headlab.roles.retrieval import Retrieval, answered, copied_share, profiles, uniform_decode
 from headlab.roles.retrieval_trials import (
     SCHEMA,
@@ -170,7 +170,7 @@ def test_ablating_the_top_heads_destroys_recall_and_random_heads_of_their_layers
     before = needle_recall(probing)
     with model.edit(Retrieval().ablation(top)):
         without = needle_recall(probing)
-    (random,) = matched_sets(probing, top, 1)[0]
+    (random,) = matched_sets(probing.model.spec, top, 1, probing.seed)[0]
     with model.edit(Retrieval().ablation(random)):
         control = needle_recall(probing)
     assert before.mean() >= 50

@@ -6,6 +6,7 @@ from headlab.attention.chunks import attention_chunks
 from headlab.attention.edits import Edit, Where, add, apply, patch, replace, scale
 from headlab.attention.heads import Head, HeadsLike, parse_heads, read_head
 from headlab.attention.keep import Keep
+from headlab.attention.matched import matched_sets
 from headlab.attention.rope import RopePairs, contributions, frequencies, plain_token, rope_pairs
 from headlab.attention.trace import Trace
 
@@ -24,6 +25,7 @@ __all__ = [
     "contributions",
     "frequencies",
     "keep",
+    "matched_sets",
     "parse_heads",
     "patch",
     "plain_token",

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -28,6 +27,7 @@ import pandas as pd
 import torch
 from jaxtyping import Float
 
+from headlab.attention import matched_sets
 from headlab.attention.edits import Edit
 from headlab.attention.heads import Head, parse_heads
 from headlab.roles.base import Arrays, Behaviour, Probing, Remember, Role, RoleError, forget
@@ -161,7 +161,7 @@ def confirm_roles(
 def _confirm_role(
     probing: Probing, role: Role, heads: tuple[Head, ...], draws: int
 ) -> list[dict[str, Any]]:
-    controls, note = matched_sets(probing, heads, draws)
+    controls, note = matched_sets(probing.model.spec, heads, draws, probing.seed)
     behaviours = [behaviour for behaviour in (role.behaviour, GENERAL) if behaviour is not None]
     rows = []
     for behaviour in behaviours:
@@ -236,60 +236,3 @@ def _run(
 def _measured(probing: Probing, behaviour: Behaviour, edit: Edit | None) -> Arrays:
     with probing.model.edit(edit) if edit is not None else nullcontext():
         return {"values": np.asarray(behaviour.measure(probing), np.float64)}
-
-
-def matched_sets(
-    probing: Probing, heads: tuple[Head, ...], draws: int
-) -> tuple[list[tuple[Head, ...]], str]:
-    """Different random sets of as many heads, layer by layer, and what is to be said of how they were drawn."""
-    spec = probing.model.spec
-    every = [
-        Head(at, head) for at, layer in enumerate(spec.layers) for head in range(layer.n_heads)
-    ]
-    claimed = set(heads)
-    others = [head for head in every if head not in claimed]
-    note = ""
-    if len(others) < 1.5 * len(heads):
-        others = every
-        note = "so many heads are claimed that the random sets are drawn from all heads, claimed ones included"
-    wanted = Counter(head.layer for head in heads)
-    sets: list[tuple[Head, ...]] = []
-    said = note
-    for radius in range(spec.n_layers):
-        pools = {
-            layer: [head for head in others if abs(head.layer - layer) <= radius]
-            for layer in wanted
-        }
-        sets = _draw(pools, wanted, draws, probing.seed, heads)
-        if radius:
-            near = f"the random sets take heads from up to {radius} layers away, for want of others"
-            said = "; ".join(part for part in (note, near) if part)
-        if len(sets) == draws:
-            return sets, said
-    few = f"the model has only {len(sets)} other sets of as many heads, too few to confirm anything"
-    return sets, "; ".join(part for part in (note, few) if part)
-
-
-def _draw(
-    pools: Mapping[int, list[Head]],
-    wanted: Mapping[int, int],
-    draws: int,
-    seed: int,
-    claimed: tuple[Head, ...],
-) -> list[tuple[Head, ...]]:
-    """Up to ``draws`` different sets; fewer where the pools do not hold as many."""
-    rng = np.random.default_rng(seed)
-    found: dict[tuple[Head, ...], None] = {}
-    for _ in range(20 * draws):
-        taken: list[Head] = []
-        for layer, count in sorted(wanted.items()):
-            left = [head for head in pools[layer] if head not in taken]
-            if len(left) < count:
-                break
-            taken += [left[at] for at in rng.choice(len(left), count, replace=False)]
-        else:
-            if set(taken) != set(claimed):
-                found[tuple(sorted(taken))] = None
-        if len(found) == draws:
-            break
-    return list(found)

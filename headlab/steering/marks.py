@@ -1,0 +1,169 @@
+"""Marked text: which keys of whatever prompt is being run belong to the spans that a user named.
+
+Spans are found in the prompt's own tokens by character offsets, never by encoding them anew: a word has other tokens
+at the beginning of a text than within it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
+from jaxtyping import Bool
+from torch import Tensor
+
+from headlab.attention import Where
+from headlab.attention.keep import is_whole
+from headlab.errors import PlanError, PromptError
+from headlab.text import shown
+
+if TYPE_CHECKING:
+    from headlab.model import Model
+
+#: Text that stands in the prompt, every time it does, or positions [start, stop).
+Span: TypeAlias = "str | tuple[int, int]"
+#: Spans of every prompt, or a list of them for each prompt of a batch.
+SpansLike: TypeAlias = "Sequence[Span] | Sequence[Sequence[Span]]"
+
+
+class Marks:
+    """Finds marked spans in the prompts that are run.
+
+    Args:
+        model: The model; text needs its tokenizer.
+        spans: Text or positions; negative positions count from the prompt's end. A token that reaches beyond a span
+            is marked whole.
+
+    Raises:
+        PlanError: Spans are neither.
+    """
+
+    def __init__(self, model: Model, spans: SpansLike) -> None:
+        self._model = model
+        self._per_prompt, self._spans = read_spans(spans)
+        self._known: tuple[Tensor, Tensor | None, Tensor] | None = None
+
+    def keys(self, where: Where) -> Bool[Tensor, "batch key"]:
+        """Which keys are marked; at the sites bias, scores and pattern."""
+        if where.keys is None:
+            raise PlanError("keys can be marked at the sites bias, scores and pattern only")
+        return self._at(where, where.keys)
+
+    def positions(self, where: Where) -> Bool[Tensor, "batch position"]:
+        """Which of the positions being run are marked, such as those of k and v."""
+        return self._at(where, where.positions)
+
+    def _at(self, where: Where, positions: Tensor) -> Tensor:
+        marked = self._marked(where)
+        n = marked.shape[1]
+        inside = (positions >= 0) & (positions < n)
+        return marked.to(positions.device).gather(1, positions.clamp(0, n - 1)) & inside
+
+    def _marked(self, where: Where) -> Tensor:
+        """Marked positions of the prompts being run, [batch, position]."""
+        if where.prompt is None:
+            raise PlanError(
+                "marked text can be found only where whole prompts are run: use the model's trace, logits, generate or "
+                "stream"
+            )
+        known = self._known
+        if known is not None and known[0].shape == where.prompt.shape:
+            same = known[0] is where.prompt or torch.equal(known[0], where.prompt)
+            if same and known[1] is where.prompts:
+                return known[2]
+        if self._per_prompt:
+            n = where.n_prompts if where.prompts is not None else len(where.prompt)
+            if len(self._spans) != n:
+                raise PlanError(
+                    f"spans= marks {len(self._spans)} prompts, but {n} are run; give one list of spans for each"
+                )
+        marked = torch.zeros(where.prompt.shape, dtype=torch.bool)
+        for row, ids in enumerate(where.prompt.cpu()):
+            which = row if where.prompts is None else int(where.prompts[row])
+            spans = self._spans[which if self._per_prompt else 0]
+            for start, stop in find_spans(self._model, ids[ids >= 0].tolist(), spans):
+                marked[row, start:stop] = True
+        self._known = (where.prompt, where.prompts, marked)
+        return marked
+
+
+def read_spans(spans: Any) -> tuple[bool, list[list[Span]]]:
+    """Whether spans are given per prompt, and each prompt's.
+
+    Raises:
+        PlanError: They are neither text nor positions, or there are none.
+    """
+    if isinstance(spans, str) or not isinstance(spans, Sequence) or not spans:
+        raise PlanError(
+            f"spans={shown(spans)} must be a list of text or of positions, as ['Paris'] or [(3, 5)]"
+        )
+    per_prompt = all(isinstance(part, list) for part in spans)
+    given = list(spans) if per_prompt else [list(spans)]
+    for part in given:
+        if not part:
+            raise PlanError("a prompt has an empty list of spans; mark at least one")
+        for span in part:
+            text = isinstance(span, str) and span.strip() != ""
+            pair = isinstance(span, tuple) and len(span) == 2 and all(is_whole(at) for at in span)
+            if not text and not pair:
+                raise PlanError(f"span {shown(span)} must be text, or positions (start, stop)")
+    return per_prompt, given
+
+
+def find_spans(model: Model, ids: Sequence[int], spans: Sequence[Span]) -> list[tuple[int, int]]:
+    """Positions [start, stop) of spans in a prompt; a text has one entry for each time it occurs.
+
+    Raises:
+        PromptError: A span is not in the prompt.
+    """
+    found: list[tuple[int, int]] = []
+    offsets: list[tuple[int, int]] = []
+    text = ""
+    for span in spans:
+        if isinstance(span, tuple):
+            found.append(_checked(span, len(ids)))
+            continue
+        if not offsets:
+            text, offsets = character_offsets(model, ids)
+        at = text.find(span)
+        if at < 0:
+            raise PromptError(f"the span {shown(span)} is not in the prompt {shown(text)}")
+        while at >= 0:
+            inside = [
+                place
+                for place, (low, high) in enumerate(offsets)
+                if low < at + len(span) and high > at and text[low:high].strip()
+            ]
+            found.append((inside[0], inside[-1] + 1))
+            at = text.find(span, at + len(span))
+    return found
+
+
+def character_offsets(model: Model, ids: Sequence[int]) -> tuple[str, list[tuple[int, int]]]:
+    """The text of a prompt, and the characters [start, stop) of each of its tokens.
+
+    Raises:
+        PromptError: The model has no tokenizer.
+    """
+    if model.tokenizer is None:
+        raise PromptError(
+            f"{model.name} came without a tokenizer, so spans must be positions (start, stop)"
+        )
+    text = model.text(ids)
+    if getattr(model.tokenizer, "is_fast", False):
+        again = model.tokenizer(
+            text, add_special_tokens=False, return_offsets_mapping=True, verbose=False
+        )
+        if list(again["input_ids"]) == list(ids):
+            return text, [(int(low), int(high)) for low, high in again["offset_mapping"]]
+    # A text may have been split otherwise than its tokenizer would: then each beginning is decoded.
+    ends = [len(model.text(ids[: place + 1])) for place in range(len(ids))]
+    return text, list(zip([0, *ends[:-1]], ends, strict=True))
+
+
+def _checked(span: tuple[int, int], n: int) -> tuple[int, int]:
+    start, stop = (int(at) + n if at < 0 else int(at) for at in span)
+    if not 0 <= start < stop <= n:
+        raise PromptError(f"the span {span} is not in the prompt, which has {n} tokens")
+    return start, stop
