@@ -34,9 +34,9 @@ class Method(ABC):
     by a class method ``fit(model, …)`` that returns an instance.
     """
 
-    #: What the command line calls it.
+    #: What the command line calls it; by default the class's name.
     name: ClassVar[str]
-    #: Every method by name.
+    #: Every method that gives itself a name, by it.
     all: ClassVar[dict[str, type[Method]]] = {}
     #: The field that says how strongly it steers.
     strength_field: ClassVar[str]
@@ -47,6 +47,8 @@ class Method(ABC):
         super().__init_subclass__(**rest)
         if "name" in cls.__dict__:
             Method.all[cls.name] = cls
+        else:  # a user's own
+            cls.name = cls.__name__
 
     @abstractmethod
     def edits(self, model: Model) -> Sequence[Edit]:

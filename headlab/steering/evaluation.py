@@ -26,7 +26,7 @@ from jaxtyping import Float
 
 from headlab.arguments import count, finite_number, seed_number
 from headlab.attention import matched_sets, parse_heads
-from headlab.errors import OutputError, PlanError
+from headlab.errors import OutputError, PlanError, PromptError
 from headlab.shards import write_text
 from headlab.statistics import bootstrap_interval, corrected, sign_flip_p
 from headlab.steering.base import Method, steer
@@ -246,7 +246,7 @@ def evaluate(
         behaviour: What it is to bring about.
         strengths: Strengths to sweep; by default the method's own.
         n_controls: Draws of each control; 0 leaves controls out.
-        n_texts: Plain texts for the side effect, of 192 tokens; the loss is taken over the second half of each,
+        n_texts: Plain texts for the side effect, of 192 tokens at most; the loss is taken over the second half of each,
             and a method that marks text marks the second quarter.
         seed: Seed of the controls, the texts and the statistics.
         tell: Told, in a few words, what is being done.
@@ -382,7 +382,10 @@ def _controls(
 
 
 def _texts(model: Model, n: int, seed: int) -> torch.Tensor:
-    return prose_windows(model.tokenizer, prose(), n, _TEXT_TOKENS, seed, model.bos)
+    if model.tokenizer is None:
+        raise PromptError(f"{model.name} came without a tokenizer, so no plain text can be run")
+    length = min(_TEXT_TOKENS, model.spec.max_context or _TEXT_TOKENS)
+    return prose_windows(model.tokenizer, prose(), n, length, seed, model.bos)
 
 
 def _losses(model: Model, method: Method | None, texts: torch.Tensor) -> Float[np.ndarray, " text"]:
