@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -26,6 +27,30 @@ from headlab.models.spec import ModelSpec
 _NAME = "headlab"
 
 
+@dataclass
+class _Forward:
+    """Where the current forward pass stands in its sequences.
+
+    Its layers share each tensor of positions: they are the same, and what is worked out of them can be kept.
+    """
+
+    past: int = 0
+    left: Tensor | None = None
+    batch: int = 1
+    _known: dict[tuple[object, ...], Tensor] = field(default_factory=dict)
+
+    def positions(
+        self, batch: int, start: int, n: int, left: Tensor | None, device: torch.device
+    ) -> Tensor:
+        """Positions of ``n`` rows or columns from place ``start`` on, [batch, n]; negative in left padding."""
+        key = (batch, start, n, left is None, device)
+        if key not in self._known:
+            index = torch.arange(start, start + n, device=device)
+            shift = torch.zeros(batch, dtype=torch.long, device=device)
+            self._known[key] = index - (shift if left is None else left.to(device))[:, None]
+        return self._known[key]
+
+
 @dataclass(frozen=True)
 class Call:
     """One attention call of one layer.
@@ -35,11 +60,13 @@ class Call:
         inputs: What the engines take.
         native: z by the model's own SDPA path, [batch, query, head, d_value], for given q, k, v and mask; None
             where that path does not serve this call (soft cap, sink logits).
+        forward: The forward pass it belongs to.
     """
 
     layer: int
     inputs: AttentionInputs
     native: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor] | None
+    forward: _Forward
 
     def z(self, inputs: AttentionInputs) -> Tensor:
         """z [batch, query, head, d_value] the fastest way that is exact."""
@@ -58,18 +85,15 @@ class Call:
     @property
     def query_positions(self) -> Tensor:
         """Position of every query row in its own sequence, [batch, query]; negative in left padding."""
-        return _positions(self.inputs.q, self.inputs.query_start, self.inputs.left)
+        return self._positions(self.inputs.q, self.inputs.query_start)
 
     @property
     def key_positions(self) -> Tensor:
         """Position of every key column in its own sequence, [batch, key]; negative in left padding."""
-        return _positions(self.inputs.k, self.inputs.key_start, self.inputs.left)
+        return self._positions(self.inputs.k, self.inputs.key_start)
 
-
-def _positions(x: Tensor, start: int, left: Tensor | None) -> Tensor:
-    index = torch.arange(start, start + x.shape[2], device=x.device)
-    shift = torch.zeros(x.shape[0], dtype=torch.long, device=x.device)
-    return index - (shift if left is None else left.to(x.device))[:, None]
+    def _positions(self, x: Tensor, start: int) -> Tensor:
+        return self.forward.positions(len(x), start, x.shape[2], self.inputs.left, x.device)
 
 
 def _masked(bias: Tensor, mask: Tensor | None) -> Tensor:
@@ -97,15 +121,6 @@ class RawCall:
     keywords: dict[str, Any]
 
 
-@dataclass
-class _Forward:
-    """Where the current forward pass stands in its sequences."""
-
-    past: int = 0
-    left: Tensor | None = None
-    batch: int = 1
-
-
 class Seam:
     """Opens and closes the seam of one model.
 
@@ -123,8 +138,15 @@ class Seam:
         self._forward = _Forward()
 
     @contextmanager
-    def open(self, handler: Handler) -> Iterator[None]:
-        """Send every attention call to ``handler``; an inner ``open`` shares the handler of the outer one."""
+    def open(
+        self, handler: Handler, needs: Callable[[int], bool] = lambda layer: True
+    ) -> Iterator[None]:
+        """Send attention calls to ``handler``; an inner ``open`` shares the handler of the outer one.
+
+        Args:
+            handler: Returns z.
+            needs: Whether a layer's calls need the handler, asked at each call; the model serves the others itself.
+        """
         if self._depth:
             self._depth += 1
             try:
@@ -138,7 +160,7 @@ class Seam:
         try:
             with _implementation(self._module) as own:
                 for index, layer in enumerate(self._layers):
-                    _ROUTES[layer] = lambda *a, _i=index, **k: self._call(handler, own, _i, *a, **k)
+                    _ROUTES[layer] = partial(self._call, handler, needs, own, index)
                 yield
         finally:
             hook.remove()
@@ -169,9 +191,10 @@ class Seam:
         """The residual stream at a layer as [batch, position, d_model], and the position of each row in its sequence,
         [batch, position]; of the encoder's where the layer is one of its."""
         x = x.reshape(self._forward.batch, -1, x.shape[-1])
+        forward, (batch, n) = self._forward, x.shape[:2]
         if self._spec.layers[layer].stack == "encoder":
-            return x, _positions(x[:, None], 0, None)
-        return x, _positions(x[:, None], self._forward.past, self._forward.left)
+            return x, forward.positions(batch, 0, n, None, x.device)
+        return x, forward.positions(batch, forward.past, n, forward.left, x.device)
 
     @property
     def _has_cross(self) -> bool:
@@ -180,6 +203,7 @@ class Seam:
     def _call(
         self,
         handler: Handler,
+        needs: Callable[[int], bool],
         own: str,
         layer: int,
         module: nn.Module,
@@ -201,6 +225,16 @@ class Seam:
             raise UnsupportedError(
                 "the model is in training mode, and attention dropout cannot be captured; call .eval() on it"
             )
+        fast = own != "eager" and softcap is None and s_aux is None
+        extra = {} if position_bias is None else {"position_bias": position_bias}
+
+        def native(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+            return _SDPA(
+                module, q, k, v, mask, scaling=scaling, is_causal=is_causal, **extra, **rest
+            )[0]
+
+        if fast and not needs(layer):
+            return native(query, key, value, mask), None
         stack = self._spec.layers[layer].stack
         n_query, n_key = query.shape[2], key.shape[2]
         past = 0 if stack == "encoder" else self._forward.past
@@ -226,15 +260,7 @@ class Seam:
             key_start=past + n_query - n_key if stack == "decoder" else 0,
             left=self._forward.left if stack == "decoder" else None,
         )
-
-        def native(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-            extra = {} if position_bias is None else {"position_bias": position_bias}
-            return _SDPA(
-                module, q, k, v, mask, scaling=scaling, is_causal=is_causal, **extra, **rest
-            )[0]
-
-        fast = own != "eager" and softcap is None and s_aux is None
-        z = handler(Call(layer, inputs, native if fast else None))
+        z = handler(Call(layer, inputs, native if fast else None, self._forward))
         return z.contiguous(), None
 
 

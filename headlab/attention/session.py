@@ -79,7 +79,10 @@ class Session:
     @contextmanager
     def editing(self, edits: Sequence[BoundEdit]) -> Iterator[None]:
         """Put edits in force; they come after those already in force."""
-        with self._changed(edits=(*self._edits, *edits)), self._seam.open(self._attend):
+        with (
+            self._changed(edits=(*self._edits, *edits)),
+            self._seam.open(self._attend, self._needs),
+        ):
             yield
 
     @contextmanager
@@ -106,7 +109,7 @@ class Session:
             if collector is None:
                 yield
             else:
-                with self._seam.open(self._attend):
+                with self._seam.open(self._attend, self._needs):
                     yield
 
     @contextmanager
@@ -154,6 +157,12 @@ class Session:
             return block.register_forward_hook(self._on_stream(layer, site))
         outputs = {"attn_out": self._blocks.attention_output, "mlp_out": self._blocks.mlp_output}
         return outputs[site](layer).register_forward_hook(self._on_stream(layer, site))
+
+    def _needs(self, layer: int) -> bool:
+        """Whether anything happens inside a layer's attention; positions of ``result`` are noted there."""
+        return self._collector is not None or any(
+            layer in edit.heads and edit.site not in STREAM for edit in self._edits
+        )
 
     def _at(self, layer: int, site: str) -> list[BoundEdit]:
         return [edit for edit in self._edits if edit.site == site and layer in edit.heads]
