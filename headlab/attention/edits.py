@@ -184,7 +184,7 @@ class BoundEdit:
 
     def _on_vectors(self, x: Tensor, where: Where) -> Tensor:
         index = torch.tensor(where.heads, device=x.device)
-        old = x[:, :, index]
+        old = x.index_select(2, index)  # a copy: x may lie in the cache, and an operation may write
         new = self.operation(old, where).to(x.dtype)
         at = self._acts(where)
         if at is not None:
@@ -193,7 +193,7 @@ class BoundEdit:
 
     def _on_rows(self, x: Tensor, where: Where) -> Tensor:
         index = torch.tensor(where.heads, device=x.device)
-        old = x[:, index]
+        old = x.index_select(1, index)
         new = self.operation(old, where).to(x.dtype)
         if self.site == "scores":  # whatever the operation does, a hidden key stays hidden
             new = new.expand_as(old).masked_fill(old == -torch.inf, -torch.inf)
@@ -203,8 +203,9 @@ class BoundEdit:
         return x.index_copy(1, index, new.expand_as(old))
 
     def _on_bias(self, x: Tensor, where: Where) -> Tensor:
+        every = where.heads == tuple(range(x.shape[1]))
         index = torch.tensor(where.heads, device=x.device)
-        old = x[:, index]
+        old = x if every else x.index_select(1, index)
         new = self.operation(old, where).to(x.dtype)
         at = self._acts(where)
         if at is not None:
@@ -214,8 +215,9 @@ class BoundEdit:
             raise PlanError(
                 f"a bias must have one row for all queries or one for each of {where.positions.shape[1]}, not {rows}"
             )
-        x = x.expand(-1, -1, max(rows, x.shape[2]), -1)
-        return x.index_copy(1, index, new.expand(len(x), len(where.heads), *x.shape[2:]))
+        rows = max(rows, x.shape[2])
+        new = new.expand(len(x), len(where.heads), rows, x.shape[3])
+        return new if every else x.expand(-1, -1, rows, -1).index_copy(1, index, new)
 
     def _acts(self, where: Where) -> Tensor | None:
         """Which rows the edit acts on, [batch, position]; None for all."""
