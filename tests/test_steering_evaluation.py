@@ -17,7 +17,7 @@ import headlab as hl
 from headlab.attention import Edit, parse_heads
 from headlab.errors import OutputError, PlanError, PromptError
 from headlab.steering import Behaviour, Case, Method, evaluate, holds
-from headlab.steering.evaluation import COLUMNS
+from headlab.steering.results import COLUMNS
 from headlab.tasks import prose, prose_windows
 
 Lab = Callable[..., Any]

@@ -1,7 +1,7 @@
 """Turning what is known of heads into control: methods of steering, and what they do and cost."""
 
 from headlab.steering.base import Method, steer
-from headlab.steering.evaluation import Behaviour, Case, Evaluation, Measure, evaluate
+from headlab.steering.evaluation import Behaviour, Case, Measure, evaluate
 from headlab.steering.learned import Learned, load
 from headlab.steering.marks import Marks, Span, SpansLike, find_spans
 from headlab.steering.measures import (
@@ -11,6 +11,7 @@ from headlab.steering.measures import (
     says_answer,
 )
 from headlab.steering.pasta import Pasta
+from headlab.steering.results import Evaluation
 
 __all__ = [
     "Behaviour",
