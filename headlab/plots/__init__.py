@@ -7,6 +7,7 @@ from headlab.plots.heatmap import role_map
 from headlab.plots.operations import operation_map
 from headlab.plots.pattern import pattern
 from headlab.plots.profile import profile
+from headlab.plots.steering import steering_sweep
 
 __all__ = [
     "effect_map",
@@ -18,4 +19,5 @@ __all__ = [
     "profile",
     "pruning_curve",
     "role_map",
+    "steering_sweep",
 ]
