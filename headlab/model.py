@@ -418,7 +418,7 @@ class Model:
         return self._session.edits
 
     def plain(self) -> AbstractContextManager[None]:
-        """Lift edits until the block ends, to look at the model as it is."""
+        """Lift edits, and capture that is under way, until the block ends, to look at the model as it is."""
         return self._session.plain()
 
     def alone(self) -> AbstractContextManager[None]:

@@ -114,8 +114,8 @@ class Session:
 
     @contextmanager
     def plain(self) -> Iterator[None]:
-        """Lift all edits for a while, as when the values of an ablation are gathered."""
-        with self._changed(edits=()):
+        """Lift all edits and capture for a while, as when the values of an ablation are gathered."""
+        with self._changed(edits=(), collector=None):
             yield
 
     @contextmanager

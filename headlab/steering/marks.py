@@ -34,13 +34,14 @@ class Marks:
         model: The model; text needs its tokenizer.
         spans: Text or positions; negative positions count from the prompt's end. A token that reaches beyond a span
             is marked whole.
+        last_only: Whether to mark the last token of each span alone.
 
     Raises:
         PlanError: Spans are neither.
     """
 
-    def __init__(self, model: Model, spans: SpansLike) -> None:
-        self._model = model
+    def __init__(self, model: Model, spans: SpansLike, last_only: bool = False) -> None:
+        self._model, self._last_only = model, last_only
         self._per_prompt, self._spans = read_spans(spans)
         self._known: tuple[Tensor, Tensor | None, Tensor] | None = None
 
@@ -83,7 +84,7 @@ class Marks:
             which = row if where.prompts is None else int(where.prompts[row])
             spans = self._spans[which if self._per_prompt else 0]
             for start, stop in find_spans(self._model, ids[ids >= 0].tolist(), spans):
-                marked[row, start:stop] = True
+                marked[row, stop - 1 if self._last_only else start : stop] = True
         self._known = (where.prompt, where.prompts, marked)
         return marked
 

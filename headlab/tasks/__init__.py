@@ -1,5 +1,6 @@
 """Probe data with labelled positions; nothing here runs a model."""
 
+from headlab.tasks.conflicts import Conflict, conflicts
 from headlab.tasks.dependencies import DEPENDENCY_SCHEMA, ParsedSentence, parsed_sentences
 from headlab.tasks.documents import (
     DocumentPrompt,
@@ -7,6 +8,7 @@ from headlab.tasks.documents import (
     document_prompt,
     document_questions,
 )
+from headlab.tasks.icl import ICLPrompt, icl_prompts, split_pairs
 from headlab.tasks.ioi import IOIPrompt, ioi_prompts
 from headlab.tasks.needles import (
     NEEDLES,
@@ -76,10 +78,12 @@ __all__ = [
     "SEQUENCE_SCHEMA",
     "SPAN_SCHEMA",
     "TOKENS_SCHEMA",
+    "Conflict",
     "DocumentPrompt",
     "DocumentQuestion",
     "Facts",
     "FuzzyTokens",
+    "ICLPrompt",
     "IOIPrompt",
     "MultiToken",
     "Needle",
@@ -100,6 +104,7 @@ __all__ = [
     "TokenPairs",
     "bare_length",
     "check_offsets",
+    "conflicts",
     "data_folder",
     "dealt",
     "document_prompt",
@@ -112,6 +117,7 @@ __all__ = [
     "given_pairs",
     "given_relations",
     "given_tokens",
+    "icl_prompts",
     "invariant_pairs",
     "ioi_pairs",
     "ioi_prompts",
@@ -129,6 +135,7 @@ __all__ = [
     "repeated_tokens",
     "shuffled_apart",
     "span_trials",
+    "split_pairs",
     "temporal_facts",
     "temporal_pairs",
     "token_pairs",
