@@ -8,6 +8,7 @@ from headlab.attention.heads import Head, HeadsLike, parse_heads, read_head
 from headlab.attention.keep import Keep
 from headlab.attention.matched import matched_sets
 from headlab.attention.rope import RopePairs, contributions, frequencies, plain_token, rope_pairs
+from headlab.attention.streaming import cache_argument
 from headlab.attention.trace import Trace
 
 __all__ = [
@@ -22,6 +23,7 @@ __all__ = [
     "add",
     "apply",
     "attention_chunks",
+    "cache_argument",
     "contributions",
     "frequencies",
     "keep",

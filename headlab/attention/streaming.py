@@ -53,7 +53,7 @@ def why_not(model: Model) -> str | None:
     """Why a model's prompts cannot be streamed, as a clause; None where they can."""
     if not all(layer.causal for layer in model.spec.layers):
         return "not all of its layers are a decoder's"
-    if _cache_argument(model.module) is None:
+    if cache_argument(model.module) is None:
         return "its forward pass takes no cache"
     # Any other kind of layer keeps a state that is not the keys and values it was given.
     if {type(layer) for layer in _new_cache(model).layers} - {
@@ -185,7 +185,7 @@ class _Run:
     def _run_chunk(self, index: int, cache: DynamicCache) -> None:
         module, tensors = self.model.module, self.whole.tensors
         start, stop = index * self.chunk, min((index + 1) * self.chunk, self.n)
-        argument = _cache_argument(module)
+        argument = cache_argument(module)
         assert argument is not None
         options: dict[str, Any] = {argument: cache, "use_cache": True}
         if self.logits != "all" and "logits_to_keep" in _parameters(module):
@@ -316,10 +316,10 @@ def _parameters(module: nn.Module) -> Any:
     return inspect.signature(module.forward).parameters
 
 
-def _cache_argument(module: nn.Module) -> str | None:
-    """What the module calls its cache (it was renamed in transformers 5.24), or None where it has none."""
+def cache_argument(module: nn.Module) -> str | None:
+    """What a module calls its cache (it was renamed in transformers 5.24), or None where it has none."""
     names = ("cache", "past_key_values")
     return next((name for name in names if name in _parameters(module)), None)
 
 
-__all__ = ["CHUNK", "stream", "why_not"]
+__all__ = ["CHUNK", "cache_argument", "stream", "why_not"]

@@ -145,8 +145,10 @@ def indirect_effects(
     seed: int = 0,
     tell: Callable[[str], None] = lambda text: None,
 ) -> Effects:
-    """The causal indirect effect of every head: probability of the right answer's first token when z at the last token of a
-    shuffled prompt becomes the head's mean over ``prompts`` (Todd et al. 2024).
+    """The causal indirect effect of every head (Todd et al. 2024).
+
+    That is the probability of the right answer's first token when z at the last token of a shuffled prompt becomes the
+    head's mean over ``prompts``, less what it was.
 
     Args:
         model: The model.

@@ -1,0 +1,241 @@
+"""The Lookback Lens (Chuang et al. 2024): a logistic regression on lookback ratios tells what the context bears out.
+
+The classifier is scikit-learn's, with C = 1 and no scaling, as in the authors' code. Two ways to split: ``"grouped"``,
+five folds in which all spans of a document stay together, and ``"paper"``, the authors' two random halves of spans,
+in which windows of one response lie on both sides; figures are too high for that reason, and it is here to compare.
+Every figure is of spans that the classifier was not fitted on; the lens that is kept is fitted on all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+from jaxtyping import Float, Int
+
+from headlab.arguments import finite_number
+from headlab.errors import PlanError
+from headlab.lookback.spans import Spans
+from headlab.lookback.statistics import auroc, auroc_interval, calibration_error, shuffled_labels
+from headlab.text import shown
+
+Split: TypeAlias = Literal["grouped", "paper"]
+Calibration: TypeAlias = Literal["platt", "isotonic", "none"]
+FOLDS = 5
+
+
+@dataclass(frozen=True)
+class Linear:
+    """A logistic regression.
+
+    Attributes:
+        weights: One per feature, [feature].
+        intercept: Added to the sum.
+    """
+
+    weights: Float[np.ndarray, " feature"]
+    intercept: float
+
+    def logit(self, features: Float[np.ndarray, "span feature"]) -> Float[np.ndarray, " span"]:
+        """Log-odds of label 1."""
+        return features @ self.weights + self.intercept
+
+
+@dataclass(frozen=True)
+class Calibrator:
+    """Turns log-odds into probabilities: a rising curve through points, or a logistic one.
+
+    Attributes:
+        kind: ``"platt"``, ``"isotonic"`` or ``"none"``.
+        x: Slope and offset of ``"platt"``; log-odds of the points of ``"isotonic"``.
+        y: Probabilities of the points of ``"isotonic"``.
+    """
+
+    kind: Calibration = "none"
+    x: tuple[float, ...] = ()
+    y: tuple[float, ...] = ()
+
+    def __call__(self, logit: Float[np.ndarray, " span"]) -> Float[np.ndarray, " span"]:
+        """Probabilities of label 1."""
+        if self.kind == "isotonic":
+            return np.interp(logit, self.x, self.y)
+        if self.kind == "platt":
+            logit = self.x[0] * logit + self.x[1]
+        return 1 / (1 + np.exp(-np.clip(logit, -500, 500)))
+
+    @staticmethod
+    def read(kind: Any, x: Any, y: Any) -> Calibrator:
+        """A calibrator from parts that were kept somewhere.
+
+        Raises:
+            PlanError: They make none.
+        """
+        xs, ys = ([finite_number(value, "calibrator") for value in part] for part in (x, y))
+        points = len(xs) == len(ys) > 0 and xs == sorted(xs) and ys == sorted(ys)
+        fits = {
+            "none": not xs and not ys,
+            "platt": len(xs) == 2 and not ys,
+            "isotonic": points and ys[0] >= 0 and ys[-1] <= 1,
+        }
+        if not isinstance(kind, str) or not fits.get(kind, False):
+            raise PlanError(f"the calibrator {shown(kind)} has parts that make none")
+        return Calibrator(kind, tuple(xs), tuple(ys))  # type: ignore[arg-type]  # one of fits
+
+    @staticmethod
+    def fit(
+        kind: Calibration, logit: Float[np.ndarray, " span"], labels: Int[np.ndarray, " span"]
+    ) -> Calibrator:
+        """Learn it from log-odds of spans that were not fitted on."""
+        if kind == "none":
+            return Calibrator()
+        if kind == "isotonic":
+            from sklearn.isotonic import IsotonicRegression
+
+            curve = IsotonicRegression(y_min=0, y_max=1, out_of_bounds="clip").fit(logit, labels)
+            return Calibrator(
+                kind, tuple(map(float, curve.X_thresholds_)), tuple(map(float, curve.y_thresholds_))
+            )
+        line = _fitted(logit[:, None], labels, c=1e6)
+        return Calibrator(kind, (float(line.weights[0]), line.intercept))
+
+
+@dataclass(frozen=True)
+class Validation:
+    """What the detector does on spans it was not fitted on.
+
+    Attributes:
+        logit: Log-odds of every span, NaN where a span was never held out, [span].
+        figures: ``auroc`` with ``auroc_low`` and ``auroc_high`` (95 %, bootstrap over documents), ``auroc_train`` (on
+            the spans fitted on), ``p_value`` and ``null_mean`` and ``null_sd`` (labels dealt out anew by document,
+            everything refitted), ``brier`` and ``calibration_error`` before and after calibration, counts.
+    """
+
+    logit: Float[np.ndarray, " span"]
+    figures: dict[str, float]
+
+
+def fit_linear(spans: Spans) -> Linear:
+    """The regression on all spans."""
+    return _fitted(spans.features, spans.labels)
+
+
+def validate(
+    spans: Spans,
+    split: Split,
+    calibration: Calibration,
+    n_permutations: int,
+    seed: int,
+    tell: Callable[[str], None],
+) -> Validation:
+    """Fit on some spans and judge on others.
+
+    Raises:
+        PlanError: One class has no spans, or too few documents have either.
+    """
+    logit, train = _held_out(spans, spans.labels, split, seed)
+    known = ~np.isnan(logit)
+    labels, documents = spans.labels[known], spans.documents[known]
+    null = []
+    shuffles = shuffled_labels(spans.labels, spans.documents, n_permutations, seed)
+    for draw, dealt in enumerate(shuffles):
+        tell(f"shuffling labels, {draw + 1} of {n_permutations}")
+        try:
+            drawn, _ = _held_out(spans, dealt, split, seed)
+        except PlanError:  # a draw may leave a fold with one class
+            continue
+        held = ~np.isnan(drawn)
+        null.append(float(auroc(drawn[held], dealt[held])))
+    score = float(auroc(logit[known], labels))
+    low, high = auroc_interval(logit[known], labels, documents, seed)
+    raw = Calibrator()(logit[known])
+    better = _calibrated(calibration, logit[known], labels, documents)
+    figures = {
+        "auroc": score,
+        "auroc_low": float(low),
+        "auroc_high": float(high),
+        "auroc_train": train,
+        "p_value": (1 + sum(x >= score for x in null)) / (1 + len(null)) if null else np.nan,
+        "null_mean": float(np.mean(null)) if null else np.nan,
+        "null_sd": float(np.std(null)) if null else np.nan,
+        "brier": float(np.mean((raw - labels) ** 2)),
+        "brier_calibrated": float(np.mean((better - labels) ** 2)),
+        "calibration_error": calibration_error(raw, labels),
+        "calibration_error_calibrated": calibration_error(better, labels),
+        "spans": len(spans.labels),
+        "positive": int(spans.labels.sum()),
+        "documents": len(np.unique(spans.documents)),
+    }
+    return Validation(logit, figures)
+
+
+def _held_out(
+    spans: Spans, labels: Int[np.ndarray, " span"], split: Split, seed: int
+) -> tuple[Float[np.ndarray, " span"], float]:
+    """Log-odds of spans when held out, and the mean AUROC on those fitted on."""
+    logit = np.full(len(labels), np.nan)
+    train = []
+    for inside, outside in _folds(labels, spans.documents, split, seed):
+        line = _fitted(spans.features[inside], labels[inside])
+        own = line.logit(spans.features[inside])
+        train.append(float(auroc(own, labels[inside])))
+        logit[outside] = line.logit(spans.features[outside])
+    return logit, float(np.mean(train))
+
+
+def _folds(
+    labels: Int[np.ndarray, " span"],
+    documents: Int[np.ndarray, " span"],
+    split: Split,
+    seed: int,
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    from sklearn.model_selection import StratifiedGroupKFold, StratifiedKFold
+
+    if len(np.unique(labels)) < 2:
+        only = "borne out" if labels[0] else "not borne out"
+        raise PlanError(
+            f"every span is {only}; a detector needs spans that are and spans that are not"
+        )
+    if split == "paper":
+        halves = StratifiedKFold(2, shuffle=True, random_state=seed)
+        yield from halves.split(labels, labels)
+        return
+    n = len(np.unique(documents))
+    if n < FOLDS:
+        raise PlanError(
+            f"{n} documents are too few for {FOLDS} folds in which each stays together; give more documents"
+        )
+    folds = StratifiedGroupKFold(FOLDS, shuffle=True, random_state=seed)
+    for inside, outside in folds.split(labels, labels, documents):
+        if len(np.unique(labels[inside])) < 2:
+            raise PlanError(
+                "too few documents have spans of either label to hold some out; give more documents"
+            )
+        yield inside, outside
+
+
+def _calibrated(
+    kind: Calibration,
+    logit: Float[np.ndarray, " span"],
+    labels: Int[np.ndarray, " span"],
+    documents: Int[np.ndarray, " span"],
+) -> Float[np.ndarray, " span"]:
+    """Probabilities of spans, calibrated on other documents."""
+    found = Calibrator()(logit)
+    if kind == "none":
+        return found
+    for part in np.array_split(np.unique(documents), FOLDS):
+        outside = np.isin(documents, part)
+        if outside.any() and len(np.unique(labels[~outside])) == 2:
+            found[outside] = Calibrator.fit(kind, logit[~outside], labels[~outside])(logit[outside])
+    return found
+
+
+def _fitted(
+    features: Float[np.ndarray, "span feature"], labels: Int[np.ndarray, " span"], c: float = 1.0
+) -> Linear:
+    from sklearn.linear_model import LogisticRegression
+
+    line: Any = LogisticRegression(max_iter=1000, C=c).fit(features, labels)
+    return Linear(line.coef_[0].astype(np.float64), float(line.intercept_[0]))
