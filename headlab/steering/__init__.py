@@ -9,6 +9,7 @@ from headlab.steering.learned import Learned, load
 from headlab.steering.marks import Marks, Span, SpansLike, find_spans
 from headlab.steering.measures import (
     answer_log_probability,
+    first_token_correct,
     first_token_difference,
     holds,
     says_answer,
@@ -40,6 +41,7 @@ __all__ = [
     "conflict_heads",
     "evaluate",
     "find_spans",
+    "first_token_correct",
     "first_token_difference",
     "holds",
     "indirect_effects",

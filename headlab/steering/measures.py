@@ -54,6 +54,18 @@ def first_token_difference() -> Measure:
     return measure
 
 
+def first_token_correct() -> Measure:
+    """1 where the likeliest next token is the first of the answer, else 0."""
+
+    def measure(model: Model, cases: Sequence[Case]) -> Float[np.ndarray, " case"]:
+        last = model.trace(_prompts(model, cases), logits="last").logits
+        assert last is not None
+        right = torch.tensor([_answer_ids(model, case.answer)[0] for case in cases])
+        return (last[:, 0].argmax(-1).cpu() == right).double().numpy()
+
+    return measure
+
+
 def answer_log_probability() -> Measure:
     """Log-probability of the whole answer after the prompt, in nats per token."""
 

@@ -1,0 +1,1 @@
+"""What methods of steering are to bring about, on headlab's own probe data: one module per behaviour."""
