@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Annotated, Optional
 
 import typer
 
-from headlab.cli import causal, parameters
+from headlab.cli import causal, parameters, steer
+from headlab.cli.lookback import lookback
 from headlab.cli.options import EMBEDDED, Device, Dtype, Json, Model_, Revision, Trust, spread
 from headlab.cli.tasks import tasks
 from headlab.errors import HeadlabError, PlanError
@@ -30,7 +31,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(tasks, name="tasks")
-for command in (causal.ablate, causal.patch, causal.circuit, parameters.maps):
+app.add_typer(lookback, name="lookback")
+for command in (causal.ablate, causal.patch, causal.circuit, parameters.maps, steer.steer):
     app.command()(command)
 
 _INTERRUPTED = 130

@@ -30,15 +30,21 @@ def list_roles(
     print_roles(list(ROLES.values()), as_json)
     if not as_json:
         print(
-            "relations: pairs of words that heads are mapped to by their weights; headlab's, or yours"
+            "relations: pairs of words that heads are mapped to by their weights; headlab's, or yours\n"
+            "lookback: responses, and what of them the context bears out; yours"
         )
 
 
 @tasks.command()
 def schema(role: Name) -> None:
-    """Print the JSON Schema of one record of a role's data, of 'pairs' for patching and circuits, or of 'relations'
-    for parameter mapping.
+    """Print the JSON Schema of one record of a role's data, of 'pairs' for patching and circuits, of 'relations' for
+    parameter mapping, or of 'lookback' for a Lookback Lens.
     """
+    if role == "lookback":
+        from headlab.lookback import LOOKBACK_SCHEMA
+
+        print(json.dumps(LOOKBACK_SCHEMA, indent=2, ensure_ascii=False))
+        return
     if role == "relations":
         from headlab.tasks import RELATION_SCHEMA
 
@@ -61,11 +67,14 @@ def check(
         typer.Option(help="Also check spans and lengths by this model's tokenizer."),
     ] = None,
 ) -> None:
-    """Check data of your own for a role, 'pairs' for patching and circuits, or 'relations' for parameter mapping,
-    without running anything.
+    """Check data of your own for a role, 'pairs' for patching and circuits, 'relations' for parameter mapping, or
+    'lookback' for a Lookback Lens, without running anything.
     """
     from headlab.tasks import read_records
 
+    if role == "lookback":
+        print(_checked_responses(file, model))
+        return
     if role == "relations":
         print(_checked_relations(file, model))
         return
@@ -138,6 +147,24 @@ def _checked_relations(file: Path, model: str | None) -> str:
             f"maps skips relations of fewer than {MIN_PAIRS} pairs unless --min-pairs says otherwise: {', '.join(few)}"
         )
     return "\n".join(lines)
+
+
+def _checked_responses(file: Path, model: str | None) -> str:
+    """What is to be said of a file of responses that can be used.
+
+    Raises:
+        HeadlabError: It cannot.
+    """
+    from headlab.lookback import check_examples, read_examples
+
+    given = read_examples(file)
+    said = f"{len(given)} records fit the schema of lookback"
+    if model is None:
+        return said
+    from headlab.cli.work import loaded
+
+    check_examples(loaded(model, "auto", "auto", None, False), given)
+    return f"{said} and can be used with {model}"
 
 
 class _Reached(Exception):  # not an error

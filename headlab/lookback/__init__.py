@@ -7,9 +7,9 @@
 the context bears out, and :func:`generate` lets such a lens choose among continuations.
 """
 
-from headlab.lookback.detector import Calibration, Calibrator, Linear, Split
-from headlab.lookback.examples import LOOKBACK_SCHEMA, Example, read_examples
-from headlab.lookback.fitting import fit
+from headlab.lookback.detector import Calibration, Calibrator, Linear, Scaling, Split
+from headlab.lookback.examples import LOOKBACK_SCHEMA, Example, check_examples, read_examples
+from headlab.lookback.fitting import check_settings, fit
 from headlab.lookback.guided import Guided, generate
 from headlab.lookback.lens import Lens, Scored
 from headlab.lookback.ratios import ratios
@@ -23,8 +23,11 @@ __all__ = [
     "Guided",
     "Lens",
     "Linear",
+    "Scaling",
     "Scored",
     "Split",
+    "check_examples",
+    "check_settings",
     "fit",
     "generate",
     "ratios",

@@ -1,6 +1,7 @@
 """The Lookback Lens (Chuang et al. 2024): a logistic regression on lookback ratios tells what the context bears out.
 
-The classifier is scikit-learn's, with C = 1 and no scaling, as in the authors' code. Two ways to split: ``"grouped"``,
+The classifier is scikit-learn's, with C = 1 and no scaling, as in the authors' code; ``scaling="standard"`` gives every
+ratio the same spread before the penalty. Two ways to split: ``"grouped"``,
 five folds in which all spans of a document stay together, and ``"paper"``, the authors' two random halves of spans,
 in which windows of one response lie on both sides; figures are too high for that reason, and it is here to compare.
 Every figure is of spans that the classifier was not fitted on; the lens that is kept is fitted on all.
@@ -23,6 +24,7 @@ from headlab.text import shown
 
 Split: TypeAlias = Literal["grouped", "paper"]
 Calibration: TypeAlias = Literal["platt", "isotonic", "none"]
+Scaling: TypeAlias = Literal["none", "standard"]
 FOLDS = 5
 
 
@@ -116,9 +118,9 @@ class Validation:
     figures: dict[str, float]
 
 
-def fit_linear(spans: Spans) -> Linear:
+def fit_linear(spans: Spans, scaling: Scaling = "none") -> Linear:
     """The regression on all spans."""
-    return _fitted(spans.features, spans.labels)
+    return _fitted(spans.features, spans.labels, scaling)
 
 
 def validate(
@@ -127,6 +129,7 @@ def validate(
     calibration: Calibration,
     n_permutations: int,
     seed: int,
+    scaling: Scaling,
     tell: Callable[[str], None],
 ) -> Validation:
     """Fit on some spans and judge on others.
@@ -134,7 +137,7 @@ def validate(
     Raises:
         PlanError: One class has no spans, or too few documents have either.
     """
-    logit, train = _held_out(spans, spans.labels, split, seed)
+    logit, train = _held_out(spans, spans.labels, split, seed, scaling)
     known = ~np.isnan(logit)
     labels, documents = spans.labels[known], spans.documents[known]
     null = []
@@ -142,7 +145,7 @@ def validate(
     for draw, dealt in enumerate(shuffles):
         tell(f"shuffling labels, {draw + 1} of {n_permutations}")
         try:
-            drawn, _ = _held_out(spans, dealt, split, seed)
+            drawn, _ = _held_out(spans, dealt, split, seed, scaling)
         except PlanError:  # a draw may leave a fold with one class
             continue
         held = ~np.isnan(drawn)
@@ -171,13 +174,13 @@ def validate(
 
 
 def _held_out(
-    spans: Spans, labels: Int[np.ndarray, " span"], split: Split, seed: int
+    spans: Spans, labels: Int[np.ndarray, " span"], split: Split, seed: int, scaling: Scaling
 ) -> tuple[Float[np.ndarray, " span"], float]:
     """Log-odds of spans when held out, and the mean AUROC on those fitted on."""
     logit = np.full(len(labels), np.nan)
     train = []
     for inside, outside in _folds(labels, spans.documents, split, seed):
-        line = _fitted(spans.features[inside], labels[inside])
+        line = _fitted(spans.features[inside], labels[inside], scaling)
         own = line.logit(spans.features[inside])
         train.append(float(auroc(own, labels[inside])))
         logit[outside] = line.logit(spans.features[outside])
@@ -233,9 +236,18 @@ def _calibrated(
 
 
 def _fitted(
-    features: Float[np.ndarray, "span feature"], labels: Int[np.ndarray, " span"], c: float = 1.0
+    features: Float[np.ndarray, "span feature"],
+    labels: Int[np.ndarray, " span"],
+    scaling: Scaling = "none",
+    c: float = 1.0,
 ) -> Linear:
+    """The regression on features as they are; scaling only decides how the penalty weighs them."""
     from sklearn.linear_model import LogisticRegression
 
-    line: Any = LogisticRegression(max_iter=1000, C=c).fit(features, labels)
-    return Linear(line.coef_[0].astype(np.float64), float(line.intercept_[0]))
+    mean, spread = np.zeros(features.shape[1]), np.ones(features.shape[1])
+    if scaling == "standard":
+        mean, spread = features.mean(0), features.std(0)
+        spread = np.where(spread > 0, spread, 1.0)  # what never varies is left alone
+    line: Any = LogisticRegression(max_iter=1000, C=c).fit((features - mean) / spread, labels)
+    weights = line.coef_[0].astype(np.float64) / spread
+    return Linear(weights, float(line.intercept_[0] - weights @ mean))

@@ -160,19 +160,8 @@ def tokenised(model: Model, example: Example) -> Tokens:
         )
     if isinstance(example.prompt, str) or isinstance(example.response, str):
         check_tokenizer(model)
-    prompt = model.tokens(_given(example.prompt))[0].tolist()
-    if isinstance(example.response, str):
-        if not example.response.strip():
-            raise PromptError("the response is empty, so there is nothing to score")
-        encoded = model.tokenizer(
-            example.response, add_special_tokens=False, return_offsets_mapping=True, verbose=False
-        )
-        response, offsets = list(encoded["input_ids"]), list(encoded["offset_mapping"])
-    else:
-        response = [int(token) for token in example.response]
-        offsets = [(at, at + 1) for at in range(len(response))]
-        if not response:
-            raise PromptError("the response is empty, so there is nothing to score")
+    prompt = _real(model, _given(example.prompt))
+    response, offsets = _response(model, example.response)
     labels = None
     if example.bad is not None:
         _check_spans(example.bad, example.response)
@@ -189,7 +178,9 @@ def tokenised(model: Model, example: Example) -> Tokens:
         )
     context = len(prompt) - _cue_tokens(model, example)
     if context < 1:
-        raise PromptError("the prompt is all cue, so there is no context to look back on")
+        raise PromptError(
+            "the prompt is a single token or all cue, so there is no context to look back on"
+        )
     return Tokens(ids, len(prompt), context, labels, example.document or str(example.prompt))
 
 
@@ -203,6 +194,15 @@ def all_tokenised(model: Model, examples: Iterable[Example]) -> list[Tokens]:
     if not found:
         raise PromptError("there are no examples")
     return found
+
+
+def check_examples(model: Model, examples: Iterable[Example]) -> None:
+    """Refuse examples that the model cannot read, without running it.
+
+    Raises:
+        PromptError: One cannot be used, or there are none.
+    """
+    all_tokenised(model, examples)
 
 
 def check_tokenizer(model: Model) -> None:
@@ -219,6 +219,28 @@ def check_tokenizer(model: Model) -> None:
 
 def _given(prompt: str | tuple[int, ...]) -> str | list[int]:
     return prompt if isinstance(prompt, str) else list(prompt)
+
+
+def _real(model: Model, prompt: str | list[int]) -> list[int]:
+    return [int(token) for token in model.tokens(prompt)[0] if token >= 0]
+
+
+def _response(
+    model: Model, response: str | tuple[int, ...]
+) -> tuple[list[int], list[tuple[int, int]]]:
+    """Token ids, and where each begins and ends among characters, or among the ids that were given."""
+    if isinstance(response, str) and response.strip():
+        # By itself, so that it begins with a token of its own; a prompt's end may not join it.
+        encoded = model.tokenizer(
+            response, add_special_tokens=False, return_offsets_mapping=True, verbose=False
+        )
+        return list(encoded["input_ids"]), list(encoded["offset_mapping"])
+    if not isinstance(response, str | Sequence):
+        raise PromptError(f"a response is text or token ids, not {shown(response)}")
+    if isinstance(response, str) or not response:
+        raise PromptError("the response is empty, so there is nothing to score")
+    ids = _real(model, list(response))
+    return ids, [(at, at + 1) for at in range(len(ids))]
 
 
 def _check_spans(bad: Sequence[tuple[int, int]], response: str | tuple[int, ...]) -> None:

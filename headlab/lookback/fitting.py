@@ -9,7 +9,7 @@ import numpy as np
 
 from headlab.arguments import count, seed_number
 from headlab.errors import PlanError
-from headlab.lookback.detector import Calibration, Calibrator, Split, fit_linear, validate
+from headlab.lookback.detector import Calibration, Calibrator, Scaling, Split, fit_linear, validate
 from headlab.lookback.examples import Example, all_tokenised
 from headlab.lookback.lens import HEAD_COLUMNS, Lens
 from headlab.lookback.ratios import heads_of, ratios_of
@@ -41,6 +41,7 @@ def fit(
     window: int = WINDOW,
     split: Split = "grouped",
     calibration: Calibration = "platt",
+    scaling: Scaling = "none",
     n_permutations: int = 99,
     seed: int = 0,
     tell: Callable[[str], None] = lambda text: None,
@@ -54,6 +55,7 @@ def fit(
         window: Tokens of a window.
         split: ``"grouped"``: documents stay together; ``"paper"``: random halves of spans, which leak.
         calibration: ``"platt"``, ``"isotonic"`` or ``"none"``, learned on held-out log-odds.
+        scaling: ``"none"``, as in the paper, or ``"standard"``: each ratio by its mean and standard deviation.
         n_permutations: Shuffles behind the p-value, each with everything refitted.
         seed: Seed of splits, shuffles and intervals.
         tell: Told, in a few words, what is being done.
@@ -62,13 +64,7 @@ def fit(
         PlanError: Examples have no labels or one kind only, or too few documents, or an argument is none of its kind.
         PromptError: An example cannot be used.
     """
-    for name, value, known in (
-        ("spans", spans, Kind),
-        ("split", split, Split),
-        ("calibration", calibration, Calibration),
-    ):
-        if value not in get_args(known):
-            raise PlanError(f"{name}={shown(value)} must be one of {', '.join(get_args(known))}")
+    check_settings(spans, split, calibration, scaling)
     seed_number(seed)
     window = count(window, "window")
     n_permutations = count(n_permutations, "n_permutations", least=0)
@@ -78,10 +74,12 @@ def fit(
             raise PlanError(f"example {at} has no labels; give bad=, or use Example.labelled")
     read = ratios_of(model, tokens, tell=tell)
     found = spans_of(read, tokens, spans, window)
-    checked = validate(found, split, calibration, n_permutations, seed, tell)
+    checked = validate(found, split, calibration, n_permutations, seed, scaling, tell)
     known = ~np.isnan(checked.logit)
     shape = (model.spec.n_layers, heads_of(model))
-    line = fit_linear(found)
+    line = fit_linear(found, scaling)
+    good = [int(one.labels.min()) for one in tokens if one.labels is not None]
+    counts = {"responses": len(tokens), "responses_positive": sum(good)}
     tell("reading each head by itself")
     return Lens(
         line,
@@ -89,17 +87,34 @@ def fit(
         shape,
         window,
         _heads(found, line.weights, shape, seed),
-        checked.figures,
+        checked.figures | counts,
         {
             "model": model.name,
             "fingerprint": model.fingerprint,
             "spans": spans,
             "split": split,
             "calibration": calibration,
+            "scaling": scaling,
             "examples": len(tokens),
             "seed": seed,
         },
     )
+
+
+def check_settings(spans: str, split: str, calibration: str, scaling: str) -> None:
+    """Refuse a setting that there is none of.
+
+    Raises:
+        PlanError: There is none.
+    """
+    for name, value, known in (
+        ("spans", spans, Kind),
+        ("split", split, Split),
+        ("calibration", calibration, Calibration),
+        ("scaling", scaling, Scaling),
+    ):
+        if value not in get_args(known):
+            raise PlanError(f"{name}={shown(value)} must be one of {', '.join(get_args(known))}")
 
 
 def _heads(spans: Spans, weights: np.ndarray, shape: tuple[int, int], seed: int) -> pd.DataFrame:
