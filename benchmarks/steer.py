@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.table import Table
 
 import headlab as hl
-from headlab.steering.examples import examples
+
 
 #: Least share of the unsteered speed that a method should keep.
 GOAL = 0.85

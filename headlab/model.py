@@ -417,6 +417,12 @@ class Model:
         """The edits in force."""
         return self._session.edits
 
+    @property
+    def running(self) -> Int[Tensor, "batch position"] | None:
+        """Token ids of the prompts being run, −1 beyond their ends; None between runs, and where only part of a
+        prompt is at hand."""
+        return self._session.ids
+
     def plain(self) -> AbstractContextManager[None]:
         """Lift edits, and capture that is under way, until the block ends, to look at the model as it is."""
         return self._session.plain()

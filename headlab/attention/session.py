@@ -55,6 +55,11 @@ class Session:
         """The edits in force."""
         return self._edits
 
+    @property
+    def ids(self) -> Tensor | None:
+        """Token ids of the prompts being run, −1 beyond their ends; None between runs or where a part is run."""
+        return self._ids
+
     @contextmanager
     def alone(self) -> Iterator[None]:
         """Keep other threads off the model: what one thread edits and captures would reach into the other's run.

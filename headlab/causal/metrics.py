@@ -11,16 +11,18 @@ is ever lowered in precision.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from headlab.arguments import is_integer
 from headlab.causal.answers import Tokens, token_ids
 from headlab.causal.measuring import BoundMetric, Compute, Metric, Needs, checked, wide
 from headlab.errors import PlanError, PromptError
+from headlab.text import shown
 
 if TYPE_CHECKING:
     from headlab.model import Model
@@ -121,8 +123,16 @@ def recall(answers: Tokens) -> Metric:
     return replace(_of_answers("recall", answers, of_last), differentiable=False)
 
 
-def loss() -> Metric:
-    """Mean next-token negative log-likelihood over each prompt's own tokens, in nats."""
+def loss(start: int | Sequence[int] = 0) -> Metric:
+    """Mean next-token negative log-likelihood over each prompt's own tokens, in nats.
+
+    Args:
+        start: Position of the first token that counts, one number or one per prompt; the first token of a prompt, which
+            nothing predicts, never does.
+
+    Raises:
+        PlanError: When bound: there is no such position, or not one per prompt.
+    """
 
     def binder(model: Model, prompts: Tensor) -> tuple[Compute, dict[str, Any]]:
         short = ((prompts >= 0).sum(1) < 2).nonzero()
@@ -131,7 +141,9 @@ def loss() -> Metric:
                 f"prompt {int(short[0, 0])} has one token, so it has no next token to take a loss of; use a "
                 "longer prompt"
             )
-        targets = prompts[:, 1:]
+        targets = prompts[:, 1:].clone()
+        for row, first in enumerate(_starts(start, prompts)):
+            targets[row, : max(0, first - 1)] = -1
 
         def compute(logits: Tensor, rows: Tensor, reference: Tensor | None) -> Tensor:
             wanted = targets.to(logits.device)[rows]
@@ -139,9 +151,25 @@ def loss() -> Metric:
             picked = scored.gather(2, wanted.clamp(min=0)[..., None])[..., 0]
             return _mean(scored.logsumexp(-1) - picked, wanted >= 0)
 
-        return compute, {}
+        return compute, {} if start == 0 else {"start": start}
 
     return Metric("loss", "all", binder, higher_is_better=False)
+
+
+def _starts(start: int | Sequence[int], prompts: Tensor) -> list[int]:
+    """First token that counts, of each prompt."""
+    lengths = (prompts >= 0).sum(1).tolist()
+    given: Sequence[Any] = [start] * len(lengths) if not isinstance(start, Sequence) else start
+    if len(given) != len(lengths):
+        raise PlanError(
+            f"start={shown(start)} must be a position, or one for each of {len(lengths)} prompts"
+        )
+    for row, (first, length) in enumerate(zip(given, lengths, strict=True)):
+        if not is_integer(first) or not 0 <= first < length:
+            raise PlanError(
+                f"start of prompt {row} is {shown(first)}, but the prompt has tokens 0–{length - 1}"
+            )
+    return [int(first) for first in given]
 
 
 def kl(positions: Needs = "last") -> Metric:

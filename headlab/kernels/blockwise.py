@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from headlab.kernels import one_query
 from headlab.kernels.dense import attend_rows, row_statistics
 from headlab.kernels.inputs import AttentionInputs, AttentionResult, Request
 from headlab.kernels.statistics import COLUMN_STATISTICS
@@ -48,6 +49,9 @@ def attend(
     counted = list(range(n_heads) if request.heads is None else request.heads)
     gathered = _Gathered()
     if request.edit_scores is not None or request.edit_pattern is not None:
+        if one_query.serves(inputs, request):
+            result.z = one_query.z(inputs, request).to(inputs.q.dtype)
+            return result
         _edited(inputs, request, block_bytes, gathered)
     else:
         needed = list(range(n_heads)) if request.z else sorted(set(counted))

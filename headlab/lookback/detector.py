@@ -19,7 +19,13 @@ from jaxtyping import Float, Int
 from headlab.arguments import finite_number
 from headlab.errors import PlanError
 from headlab.lookback.spans import Spans
-from headlab.lookback.statistics import auroc, auroc_interval, calibration_error, shuffled_labels
+from headlab.lookback.statistics import (
+    auroc,
+    auroc_interval,
+    calibration_error,
+    held_out_auroc,
+    shuffled_labels,
+)
 from headlab.text import shown
 
 Split: TypeAlias = Literal["grouped", "paper"]
@@ -108,10 +114,11 @@ class Validation:
     """What the detector does on spans it was not fitted on.
 
     Attributes:
-        logit: Log-odds of every span, NaN where a span was never held out, [span].
-        figures: ``auroc`` with ``auroc_low`` and ``auroc_high`` (95 %, bootstrap over documents), ``auroc_train`` (on
-            the spans fitted on), ``p_value`` and ``null_mean`` and ``null_sd`` (labels dealt out anew by document,
-            everything refitted), ``brier`` and ``calibration_error`` before and after calibration, counts.
+        logit: Log-odds of every span when held out, [span].
+        figures: ``auroc`` (of pairs within a fold) with ``auroc_low`` and ``auroc_high`` (95 %, bootstrap over
+            documents), ``auroc_train`` (on the spans fitted on), ``p_value`` and ``null_mean`` and ``null_sd`` (labels
+            dealt out anew by document, everything refitted), ``brier`` and ``calibration_error`` before and after
+            calibration, counts.
     """
 
     logit: Float[np.ndarray, " span"]
@@ -137,28 +144,23 @@ def validate(
     Raises:
         PlanError: One class has no spans, or too few documents have either.
     """
-    logit, train = _held_out(spans, spans.labels, split, seed, scaling)
-    known = ~np.isnan(logit)
-    labels, documents = spans.labels[known], spans.documents[known]
+    held = _held_out(spans, spans.labels, split, seed, scaling)
     null = []
     shuffles = shuffled_labels(spans.labels, spans.documents, n_permutations, seed)
     for draw, dealt in enumerate(shuffles):
         tell(f"shuffling labels, {draw + 1} of {n_permutations}")
         try:
-            drawn, _ = _held_out(spans, dealt, split, seed, scaling)
+            null.append(_held_out(spans, dealt, split, seed, scaling).auroc(dealt))
         except PlanError:  # a draw may leave a fold with one class
             continue
-        held = ~np.isnan(drawn)
-        null.append(float(auroc(drawn[held], dealt[held])))
-    score = float(auroc(logit[known], labels))
-    low, high = auroc_interval(logit[known], labels, documents, seed)
-    raw = Calibrator()(logit[known])
-    better = _calibrated(calibration, logit[known], labels, documents)
+    labels, score = spans.labels, held.auroc(spans.labels)
+    low, high = auroc_interval(held.logit, labels, spans.documents, seed, folds=held.fold)
+    raw, better = Calibrator()(held.logit), _calibrated(calibration, held, labels)
     figures = {
         "auroc": score,
         "auroc_low": float(low),
         "auroc_high": float(high),
-        "auroc_train": train,
+        "auroc_train": held.train,
         "p_value": (1 + sum(x >= score for x in null)) / (1 + len(null)) if null else np.nan,
         "null_mean": float(np.mean(null)) if null else np.nan,
         "null_sd": float(np.std(null)) if null else np.nan,
@@ -166,25 +168,34 @@ def validate(
         "brier_calibrated": float(np.mean((better - labels) ** 2)),
         "calibration_error": calibration_error(raw, labels),
         "calibration_error_calibrated": calibration_error(better, labels),
-        "spans": len(spans.labels),
-        "positive": int(spans.labels.sum()),
+        "spans": len(labels),
+        "positive": int(labels.sum()),
         "documents": len(np.unique(spans.documents)),
     }
-    return Validation(logit, figures)
+    return Validation(held.logit, figures)
+
+
+@dataclass(frozen=True)
+class _HeldOut:
+    """Log-odds of each span, from the fold [span] in which it was held out; mean AUROC on spans fitted on."""
+
+    logit: Float[np.ndarray, " span"]
+    fold: Int[np.ndarray, " span"]
+    train: float
+
+    def auroc(self, labels: Int[np.ndarray, " span"]) -> float:
+        return held_out_auroc(self.logit, labels, self.fold)
 
 
 def _held_out(
     spans: Spans, labels: Int[np.ndarray, " span"], split: Split, seed: int, scaling: Scaling
-) -> tuple[Float[np.ndarray, " span"], float]:
-    """Log-odds of spans when held out, and the mean AUROC on those fitted on."""
-    logit = np.full(len(labels), np.nan)
-    train = []
-    for inside, outside in _folds(labels, spans.documents, split, seed):
+) -> _HeldOut:
+    logit, fold, train = np.empty(len(labels)), np.empty(len(labels), int), []
+    for at, (inside, outside) in enumerate(_folds(labels, spans.documents, split, seed)):
         line = _fitted(spans.features[inside], labels[inside], scaling)
-        own = line.logit(spans.features[inside])
-        train.append(float(auroc(own, labels[inside])))
-        logit[outside] = line.logit(spans.features[outside])
-    return logit, float(np.mean(train))
+        train.append(float(auroc(line.logit(spans.features[inside]), labels[inside])))
+        logit[outside], fold[outside] = line.logit(spans.features[outside]), at
+    return _HeldOut(logit, fold, float(np.mean(train)))
 
 
 def _folds(
@@ -219,19 +230,16 @@ def _folds(
 
 
 def _calibrated(
-    kind: Calibration,
-    logit: Float[np.ndarray, " span"],
-    labels: Int[np.ndarray, " span"],
-    documents: Int[np.ndarray, " span"],
+    kind: Calibration, held: _HeldOut, labels: Int[np.ndarray, " span"]
 ) -> Float[np.ndarray, " span"]:
-    """Probabilities of spans, calibrated on other documents."""
-    found = Calibrator()(logit)
+    """Probabilities of spans, calibrated on other folds."""
+    found = Calibrator()(held.logit)
     if kind == "none":
         return found
-    for part in np.array_split(np.unique(documents), FOLDS):
-        outside = np.isin(documents, part)
-        if outside.any() and len(np.unique(labels[~outside])) == 2:
-            found[outside] = Calibrator.fit(kind, logit[~outside], labels[~outside])(logit[outside])
+    for fold in np.unique(held.fold):
+        out = held.fold == fold
+        if len(np.unique(labels[~out])) == 2:
+            found[out] = Calibrator.fit(kind, held.logit[~out], labels[~out])(held.logit[out])
     return found
 
 

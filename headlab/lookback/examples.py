@@ -160,7 +160,7 @@ def tokenised(model: Model, example: Example) -> Tokens:
         )
     if isinstance(example.prompt, str) or isinstance(example.response, str):
         check_tokenizer(model)
-    prompt = _real(model, _given(example.prompt))
+    prompt = _real(model, example.prompt)
     response, offsets = _response(model, example.response)
     labels = None
     if example.bad is not None:
@@ -181,7 +181,8 @@ def tokenised(model: Model, example: Example) -> Tokens:
         raise PromptError(
             "the prompt is a single token or all cue, so there is no context to look back on"
         )
-    return Tokens(ids, len(prompt), context, labels, example.document or str(example.prompt))
+    about = example.prompt if isinstance(example.prompt, str) else str(prompt)
+    return Tokens(ids, len(prompt), context, labels, example.document or about)
 
 
 def all_tokenised(model: Model, examples: Iterable[Example]) -> list[Tokens]:
@@ -217,12 +218,17 @@ def check_tokenizer(model: Model) -> None:
         )
 
 
-def _given(prompt: str | tuple[int, ...]) -> str | list[int]:
-    return prompt if isinstance(prompt, str) else list(prompt)
+def _real(model: Model, prompt: Any) -> list[int]:
+    """Token ids of one prompt.
 
-
-def _real(model: Model, prompt: str | list[int]) -> list[int]:
-    return [int(token) for token in model.tokens(prompt)[0] if token >= 0]
+    Raises:
+        PromptError: It cannot be used, or is more than one.
+    """
+    given = list(prompt) if isinstance(prompt, tuple) else prompt
+    rows = model.tokens(given)
+    if len(rows) > 1:
+        raise PromptError(f"an example has one prompt and one response, not {len(rows)}")
+    return [int(token) for token in rows[0] if token >= 0]
 
 
 def _response(
@@ -235,11 +241,11 @@ def _response(
             response, add_special_tokens=False, return_offsets_mapping=True, verbose=False
         )
         return list(encoded["input_ids"]), list(encoded["offset_mapping"])
-    if not isinstance(response, str | Sequence):
+    if not isinstance(response, str | Sequence | Tensor):
         raise PromptError(f"a response is text or token ids, not {shown(response)}")
-    if isinstance(response, str) or not response:
+    if isinstance(response, str) or len(response) == 0:
         raise PromptError("the response is empty, so there is nothing to score")
-    ids = _real(model, list(response))
+    ids = _real(model, response)
     return ids, [(at, at + 1) for at in range(len(ids))]
 
 
@@ -254,8 +260,10 @@ def _check_spans(bad: Sequence[tuple[int, int]], response: str | tuple[int, ...]
 
 def _cue_tokens(model: Model, example: Example) -> int:
     """Tokens of the prompt that count as new; one at least."""
-    if not example.cue or not isinstance(example.prompt, str):
+    if not example.cue:
         return 1
+    if not isinstance(example.prompt, str):
+        raise PromptError(f"the cue {shown(example.cue)} is text: give the prompt as text, too")
     if not example.prompt.endswith(example.cue):
         raise PromptError(f"the cue {shown(example.cue)} is not the end of the prompt")
     begins = len(example.prompt) - len(example.cue)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, get_args
 
 import numpy as np
+from jaxtyping import Float
 
 from headlab.arguments import count, seed_number
 from headlab.errors import PlanError
@@ -37,6 +38,7 @@ def fit(
     model: Model,
     examples: Sequence[Example],
     *,
+    ratios: Sequence[Float[np.ndarray, "token layer head"]] | None = None,
     spans: Kind = "window",
     window: int = WINDOW,
     split: Split = "grouped",
@@ -51,6 +53,7 @@ def fit(
     Args:
         model: The model whose attention is read; it need not have written the responses.
         examples: Prompts and responses with labels; see :class:`Example`.
+        ratios: Those of the examples, from :func:`headlab.lookback.ratios`, where they are at hand already.
         spans: What is classified: ``"window"`` or ``"given"``; see :mod:`headlab.lookback.spans`.
         window: Tokens of a window.
         split: ``"grouped"``: documents stay together; ``"paper"``: random halves of spans, which leak.
@@ -68,25 +71,29 @@ def fit(
     seed_number(seed)
     window = count(window, "window")
     n_permutations = count(n_permutations, "n_permutations", least=0)
+    shape = (model.spec.n_layers, heads_of(model))
     tokens = all_tokenised(model, examples)
     for at, example in enumerate(tokens):
         if example.labels is None:
             raise PlanError(f"example {at} has no labels; give bad=, or use Example.labelled")
-    read = ratios_of(model, tokens, tell=tell)
+    read = ratios_of(model, tokens, tell=tell) if ratios is None else list(ratios)
+    expected = [(len(one.ids) - one.start, *shape) for one in tokens]
+    if [np.shape(one) for one in read] != expected:
+        raise PlanError(
+            f"ratios= are not those of the {len(tokens)} examples: they must be [token, {shape[0]}, {shape[1]}] each"
+        )
     found = spans_of(read, tokens, spans, window)
     checked = validate(found, split, calibration, n_permutations, seed, scaling, tell)
-    known = ~np.isnan(checked.logit)
-    shape = (model.spec.n_layers, heads_of(model))
     line = fit_linear(found, scaling)
     good = [int(one.labels.min()) for one in tokens if one.labels is not None]
     counts = {"responses": len(tokens), "responses_positive": sum(good)}
     tell("reading each head by itself")
     return Lens(
         line,
-        Calibrator.fit(calibration, checked.logit[known], found.labels[known]),
+        Calibrator.fit(calibration, checked.logit, found.labels),
         shape,
         window,
-        _heads(found, line.weights, shape, seed),
+        head_table(found, line.weights, shape, seed),
         checked.figures | counts,
         {
             "model": model.name,
@@ -117,19 +124,24 @@ def check_settings(spans: str, split: str, calibration: str, scaling: str) -> No
             raise PlanError(f"{name}={shown(value)} must be one of {', '.join(get_args(known))}")
 
 
-def _heads(spans: Spans, weights: np.ndarray, shape: tuple[int, int], seed: int) -> pd.DataFrame:
-    """Each head's weight, and how well its ratio alone tells spans apart."""
+def head_table(
+    spans: Spans,
+    weights: Float[np.ndarray, " feature"],
+    shape: tuple[int, int],
+    seed: int,
+    draws: int = _HEAD_DRAWS,
+    shuffles: int = _HEAD_SHUFFLES,
+) -> pd.DataFrame:
+    """Each head's weight, and how well its ratio alone tells spans apart; see :class:`Lens`."""
     import pandas as pd
 
     ranks = ranks_of(spans.features)
     score = auroc_of_ranks(ranks, spans.labels)
-    low, high = auroc_interval(
-        spans.features, spans.labels, spans.documents, seed, draws=_HEAD_DRAWS
-    )
+    low, high = auroc_interval(spans.features, spans.labels, spans.documents, seed, draws=draws)
     at_least = np.zeros(len(score))
-    for dealt in shuffled_labels(spans.labels, spans.documents, _HEAD_SHUFFLES, seed):
+    for dealt in shuffled_labels(spans.labels, spans.documents, shuffles, seed):
         at_least += np.abs(auroc_of_ranks(ranks, dealt) - 0.5) >= np.abs(score - 0.5) - 1e-12
-    p = (1 + at_least) / (1 + _HEAD_SHUFFLES)
+    p = (1 + at_least) / (1 + shuffles)
     layer, head = np.divmod(np.arange(len(score)), shape[1])
     columns = {
         "layer": layer,

@@ -54,7 +54,7 @@ class Guided:
 def generate(
     model: Model,
     lens: Lens,
-    prompt: str,
+    prompt: str | tuple[int, ...],
     max_new_tokens: int = 64,
     *,
     cue: str = "",

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from jaxtyping import Float
 
-from headlab.arguments import count, finite_number
+from headlab.arguments import count, finite_number, is_integer
 from headlab.errors import OutputError, PlanError, PromptError
 from headlab.lookback.detector import Calibrator, Linear
 from headlab.lookback.examples import Example, Tokens, tokenised
@@ -238,7 +238,7 @@ class Lens:
                 count(document["window"], "window"),
                 pd.DataFrame(rows, columns=list(HEAD_COLUMNS)),
                 {
-                    key: math.nan if value is None else float(value)
+                    key: math.nan if value is None else _figure(value, key)
                     for key, value in document["figures"].items()
                 },
                 dict(document["about"]),
@@ -284,6 +284,11 @@ def ends_of(model: Model) -> list[int]:
     """Tokens that end the model's sequences."""
     own = model.module.generation_config.eos_token_id
     return own if isinstance(own, list) else [] if own is None else [own]
+
+
+def _figure(value: Any, name: str) -> float:
+    """A figure that was kept; counts stay whole."""
+    return value if is_integer(value) else finite_number(value, name)
 
 
 def _plain(value: Any) -> Any:

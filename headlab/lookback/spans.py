@@ -56,7 +56,7 @@ def spans_of(
     features, labels, documents, numbers = [], [], [], []
     for at, (found, example) in enumerate(zip(ratios, examples, strict=True)):
         assert example.labels is not None
-        flat = found.reshape(len(found), -1)
+        flat = found.reshape(len(found), -1).astype(np.float64)
         own = example.labels.numpy()
         parts = _given(own) if kind == "given" else windows(len(flat), window)
         for part in parts:

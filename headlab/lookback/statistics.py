@@ -40,21 +40,45 @@ def auroc_of_ranks(
     return above / (positive * negative)
 
 
+def held_out_auroc(
+    scores: Float[np.ndarray, " span"],
+    labels: Int[np.ndarray, " span"],
+    folds: Int[np.ndarray, " span"],
+) -> float:
+    """AUROC over the pairs of spans of one fold, all folds taken together.
+
+    Spans of two folds were scored by two regressions. Their intercepts lean against what was held out, so that pairs
+    across folds would put the AUROC of labels that mean nothing below 1/2.
+    """
+    return float(_weighted(scores, labels, np.ones((1, len(labels))), folds)[0])
+
+
 def auroc_interval(
     scores: Float[np.ndarray, "span ..."],
     labels: Int[np.ndarray, " span"],
     documents: Int[np.ndarray, " span"],
     seed: int,
     draws: int = _DRAWS,
+    folds: Int[np.ndarray, " span"] | None = None,
 ) -> tuple[Float[np.ndarray, "*column"], Float[np.ndarray, "*column"]]:
-    """Percentile bootstrap interval (95 %) of the AUROC, over documents; draws of one class are left out."""
+    """Percentile bootstrap interval (95 %) of the AUROC, over documents; draws of one class are left out.
+
+    Args:
+        scores: Scores; each column has an interval.
+        labels: 1 or 0.
+        documents: Document of each span.
+        seed: Seed of the draws.
+        draws: How many.
+        folds: Fold of each span, for :func:`held_out_auroc`; None counts pairs of all spans.
+    """
     rng = np.random.default_rng(seed)
     numbers = np.unique(documents, return_inverse=True)[1]
     n = int(numbers.max()) + 1
     drawn = np.stack([np.bincount(rng.integers(n, size=n), minlength=n) for _ in range(draws)])
     weights = drawn[:, numbers].astype(np.float64)  # [draw, span]
     columns = scores.reshape(len(scores), -1)
-    found = np.stack([_weighted(column, labels, weights) for column in columns.T], 1)
+    folds = np.zeros_like(labels) if folds is None else folds
+    found = np.stack([_weighted(column, labels, weights, folds) for column in columns.T], 1)
     found = found[~np.isnan(found).any(1)]
     if not len(found):
         nothing = np.full(scores.shape[1:], np.nan)
@@ -67,34 +91,40 @@ def _weighted(
     scores: Float[np.ndarray, " span"],
     labels: Int[np.ndarray, " span"],
     weights: Float[np.ndarray, "draw span"],
+    folds: Int[np.ndarray, " span"],
 ) -> Float[np.ndarray, " draw"]:
-    """AUROC where each span counts as often as its weight says."""
-    order = np.argsort(scores, kind="stable")
-    starts = np.flatnonzero(np.diff(scores[order], prepend=np.nan) != 0)  # runs of equal scores
-    weights, positive = weights[:, order], labels[order] == 1
-    above = np.add.reduceat(weights * positive, starts, axis=1)
-    below = np.add.reduceat(weights * ~positive, starts, axis=1)
-    right = (above * (below.cumsum(1) - below / 2)).sum(1)
-    with np.errstate(invalid="ignore"):
-        won: np.ndarray = right / (above.sum(1) * below.sum(1))
-    return won
+    """AUROC within folds where each span counts as often as its weight says."""
+    right, pairs = np.zeros(len(weights)), np.zeros(len(weights))
+    for fold in np.unique(folds):
+        members = np.flatnonzero(folds == fold)
+        order = members[np.argsort(scores[members], kind="stable")]
+        # Runs of equal scores are taken together: half of their pairs are right.
+        starts = np.flatnonzero(np.diff(scores[order], prepend=np.nan) != 0)
+        own, positive = weights[:, order], labels[order] == 1
+        above = np.add.reduceat(own * positive, starts, axis=1)
+        below = np.add.reduceat(own * ~positive, starts, axis=1)
+        right += (above * (below.cumsum(1) - below / 2)).sum(1)
+        pairs += above.sum(1) * below.sum(1)
+    return np.divide(right, pairs, out=np.full(len(weights), np.nan), where=pairs > 0)
 
 
 def shuffled_labels(
     labels: Int[np.ndarray, " span"], documents: Int[np.ndarray, " span"], draws: int, seed: int
 ) -> Iterator[Int[np.ndarray, " span"]]:
-    """The same labels dealt out anew by document, several times.
+    """Labels dealt out anew by document, several times.
 
-    Documents' runs of labels are strung together in a random order, turned by a random number of places and cut where
-    documents end, so that labels that came together mostly stay together, and there are as many of each as before.
+    Each document takes the labels of another one, which are stretched or shortened to its own number of spans: labels
+    that came together stay together, since breaking them up would make the null too narrow.
     """
     rng = np.random.default_rng(seed)
     places = np.argsort(documents, kind="stable")
     members = np.split(places, np.flatnonzero(np.diff(documents[places])) + 1)
     for _ in range(draws):
-        run = labels[np.concatenate([members[at] for at in rng.permutation(len(members))])]
         dealt = np.empty_like(labels)
-        dealt[places] = np.roll(run, int(rng.integers(len(run))))
+        for own, other in zip(members, rng.permutation(len(members)), strict=True):
+            theirs = labels[members[other]]
+            # The middle of each span falls on one of theirs.
+            dealt[own] = theirs[(2 * np.arange(len(own)) + 1) * len(theirs) // (2 * len(own))]
         yield dealt
 
 

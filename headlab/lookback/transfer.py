@@ -19,7 +19,7 @@ from headlab.lookback.examples import Example, all_tokenised
 from headlab.lookback.lens import Lens
 from headlab.lookback.ratios import heads_of, ratios_of
 from headlab.lookback.spans import windows
-from headlab.lookback.statistics import auroc, auroc_interval
+from headlab.lookback.statistics import auroc_interval, held_out_auroc
 
 if TYPE_CHECKING:
     from headlab.model import Model
@@ -34,6 +34,7 @@ def transfer(
     source: Model,
     examples: Sequence[Example],
     *,
+    seed: int = 0,
     tell: Callable[[str], None] = lambda text: None,
 ) -> Lens:
     """The lens for another model.
@@ -47,6 +48,7 @@ def transfer(
         model: The model to carry it to.
         source: The model it was fitted on.
         examples: Responses for both to read.
+        seed: Seed of the interval.
         tell: Told, in a few words, what is being done.
 
     Raises:
@@ -79,9 +81,9 @@ def transfer(
             f"{FOLDS} or more"
         )
     wanted = lens.linear.logit(targets)
-    carried = np.full(len(inputs), np.nan)
-    for fold in np.array_split(np.unique(names), FOLDS):
-        outside = np.isin(names, fold)
+    carried, folds = np.empty(len(inputs)), names % FOLDS
+    for fold in range(FOLDS):
+        outside = folds == fold
         line = _mapped(lens.linear, inputs[~outside], targets[~outside])
         carried[outside] = line.logit(inputs[outside])
     figures = {
@@ -92,9 +94,9 @@ def transfer(
     }
     known = np.array(labels)
     if (known >= 0).all() and len(np.unique(known)) == 2:
-        low, high = auroc_interval(carried, known, names, int(lens.about.get("seed", 0)))
+        low, high = auroc_interval(carried, known, names, seed, folds=folds)
         figures |= {
-            "auroc": float(auroc(carried, known)),
+            "auroc": held_out_auroc(carried, known, folds),
             "auroc_low": float(low),
             "auroc_high": float(high),
         }

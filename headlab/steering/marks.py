@@ -80,11 +80,13 @@ class Marks:
                     f"spans= marks {len(self._spans)} prompts, but {n} are run; give one list of spans for each"
                 )
         marked = torch.zeros(where.prompt.shape, dtype=torch.bool)
+        prompts = None if where.prompts is None else where.prompts.tolist()
         for row, ids in enumerate(where.prompt.cpu()):
-            which = row if where.prompts is None else int(where.prompts[row])
+            which = row if prompts is None else prompts[row]
             spans = self._spans[which if self._per_prompt else 0]
             for start, stop in find_spans(self._model, ids[ids >= 0].tolist(), spans):
                 marked[row, stop - 1 if self._last_only else start : stop] = True
+        marked = marked.to(where.prompt.device)
         self._known = (where.prompt, where.prompts, marked)
         return marked
 
@@ -99,17 +101,26 @@ def read_spans(spans: Any) -> tuple[bool, list[list[Span]]]:
         raise PlanError(
             f"spans={shown(spans)} must be a list of text or of positions, as ['Paris'] or [(3, 5)]"
         )
-    per_prompt = all(isinstance(part, list) for part in spans)
+    per_prompt = all(isinstance(part, list) and not _is_pair(part) for part in spans)
     given = list(spans) if per_prompt else [list(spans)]
-    for part in given:
-        if not part:
-            raise PlanError("a prompt has an empty list of spans; mark at least one")
-        for span in part:
-            text = isinstance(span, str) and span.strip() != ""
-            pair = isinstance(span, tuple) and len(span) == 2 and all(is_whole(at) for at in span)
-            if not text and not pair:
-                raise PlanError(f"span {shown(span)} must be text, or positions (start, stop)")
-    return per_prompt, given
+    if not all(given):
+        raise PlanError("a prompt has an empty list of spans; mark at least one")
+    return per_prompt, [[_read(span) for span in part] for part in given]
+
+
+def _read(span: Any) -> Span:
+    if isinstance(span, str) and span.strip():
+        return span
+    if _is_pair(span):
+        return (int(span[0]), int(span[1]))
+    raise PlanError(f"span {shown(span)} must be text, or positions (start, stop)")
+
+
+def _is_pair(span: Any) -> bool:
+    """Positions; a pair that was kept as JSON comes back as a list."""
+    return (
+        isinstance(span, tuple | list) and len(span) == 2 and all(is_whole(place) for place in span)
+    )
 
 
 def find_spans(model: Model, ids: Sequence[int], spans: Sequence[Span]) -> list[tuple[int, int]]:
@@ -131,13 +142,14 @@ def find_spans(model: Model, ids: Sequence[int], spans: Sequence[Span]) -> list[
         if at < 0:
             raise PromptError(f"the span {shown(span)} is not in the prompt {shown(text)}")
         while at >= 0:
+            stop = at + len(span)
             inside = [
                 place
                 for place, (low, high) in enumerate(offsets)
-                if low < at + len(span) and high > at and text[low:high].strip()
+                if low < stop and high > at and text[max(low, at) : min(high, stop)].strip()
             ]
             found.append((inside[0], inside[-1] + 1))
-            at = text.find(span, at + len(span))
+            at = text.find(span, at + 1)
     return found
 
 
@@ -158,9 +170,24 @@ def character_offsets(model: Model, ids: Sequence[int]) -> tuple[str, list[tuple
         )
         if list(again["input_ids"]) == list(ids):
             return text, [(int(low), int(high)) for low, high in again["offset_mapping"]]
-    # A text may have been split otherwise than its tokenizer would: then each beginning is decoded.
-    ends = [len(model.text(ids[: place + 1])) for place in range(len(ids))]
-    return text, list(zip([0, *ends[:-1]], ends, strict=True))
+    # A text may have been split otherwise than its tokenizer would: then each beginning is decoded. Where one ends
+    # within a character, what it decodes to parts from the text there, and its last token is of that character.
+    whole, reached = [0], [0]
+    for place in range(1, len(ids) + 1):
+        begun = model.text(ids[:place])
+        same = _agreeing(begun, text, whole[-1])
+        whole.append(max(whole[-1], same))
+        reached.append(max(whole[-1], min(len(text), same + (len(begun) > same))))
+    return text, list(zip(whole[:-1], reached[1:], strict=True))
+
+
+def _agreeing(begun: str, text: str, known: int) -> int:
+    """How many characters of a beginning are the text's; it is known of the first few."""
+    if text.startswith(begun):
+        return len(begun)
+    pairs = zip(begun[known:], text[known:], strict=False)
+    differing = (at for at, (ours, its) in enumerate(pairs) if ours != its)
+    return known + next(differing, min(len(begun), len(text)) - known)
 
 
 def _checked(span: tuple[int, int], n: int) -> tuple[int, int]:

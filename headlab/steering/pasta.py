@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Self
 
+from jaxtyping import Bool
 from torch import Tensor
 
 from headlab.arguments import is_finite
@@ -58,17 +59,26 @@ class Pasta(Method):
     def edits(self, model: Model) -> Sequence[Edit]:
         """One bias on the scores of the chosen heads."""
         marks, penalty = Marks(model, self.spans), math.log(self.alpha)
+        last: tuple[Tensor | None, Tensor | None, Tensor] | None = None
 
         def weigh(bias: Tensor, where: Where) -> Tensor:
-            marked = marks.keys(where)
-            assert where.keys is not None
-            assert where.lengths is not None
-            lengths = where.lengths.to(where.keys.device)[:, None]
-            outside = (where.keys >= 0) & (where.keys < lengths) & ~marked
-            return bias + penalty * outside.to(bias)[:, None, None, :]
+            nonlocal last
+            # The layers of a pass share one tensor of keys.
+            if last is None or last[0] is not where.keys or last[1] is not where.prompt:
+                last = (where.keys, where.prompt, penalty * _outside(marks, where).to(bias))
+            return bias + last[2].to(bias)[:, None, None, :]
 
         return (apply(self.heads, weigh, "bias"),)
 
     def marking(self, spans: SpansLike) -> Self:
         """The same for other spans."""
         return self._with(spans=spans)
+
+
+def _outside(marks: Marks, where: Where) -> Bool[Tensor, "batch key"]:
+    """Which keys are of the prompt, and not marked."""
+    marked = marks.keys(where)
+    assert where.keys is not None
+    assert where.lengths is not None
+    lengths = where.lengths.to(where.keys.device)[:, None]
+    return (where.keys >= 0) & (where.keys < lengths) & ~marked

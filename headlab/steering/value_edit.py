@@ -20,7 +20,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from headlab.attention import Edit, Head, HeadsLike, Where, apply, keep, parse_heads
-from headlab.errors import PlanError, PromptError
+from headlab.errors import PlanError
 from headlab.prompts import Prompt
 from headlab.steering.head_vectors import random_like
 from headlab.steering.learned import Learned, head_names, shape_of
@@ -35,12 +35,13 @@ class ValueEdit(Learned):
     """Values of a source prompt added at the last token of marked spans.
 
     Attributes:
-        values: Mean value over the source's tokens, in the order of ``heads``, [head, d_value].
+        values: Mean value over the source's tokens, in the order of ``heads``, [head, d_value]; with a source for each
+            prompt that will be run, [prompt, head, d_value].
         spans: The phrases at whose last tokens they are added.
         factor: c.
     """
 
-    values: Float[Tensor, "head d_value"]
+    values: Float[Tensor, "*prompt head d_value"]
     spans: SpansLike
     factor: float = 1.0
 
@@ -50,6 +51,8 @@ class ValueEdit(Learned):
 
     def __post_init__(self) -> None:
         read_spans(self.spans)
+        if not bool(torch.isfinite(self.values).all()):
+            raise PlanError("the values to be added hold NaN or infinity")
 
     @classmethod
     def fit(
@@ -66,7 +69,7 @@ class ValueEdit(Learned):
 
         Args:
             model: The model.
-            source: One prompt.
+            source: One prompt, or one for each prompt that will be run.
             heads: The heads.
             spans: Phrases of the prompts to be steered.
             whole_group: Whether to edit every query head that shares a value head with one of these.
@@ -74,7 +77,7 @@ class ValueEdit(Learned):
 
         Raises:
             HeadError: A head does not exist.
-            PromptError: There is more than one source.
+            PlanError: The heads' values differ in width.
         """
         chosen = parse_heads(heads, model.spec)
         if whole_group:
@@ -87,16 +90,18 @@ class ValueEdit(Learned):
                     for at in range(group)
                 )
             )
-        ids = model.tokens(source)
-        if len(ids) != 1:
-            raise PromptError(f"the source must be one prompt, not {len(ids)}")
         if len({model.spec.layers[head.layer].d_value for head in chosen}) > 1:
             raise PlanError("the heads' values differ in width; take heads of one width")
         layers = sorted({head.layer for head in chosen})
+        means = []
         with model.plain():
-            trace = model.trace(ids, keep=[keep.tensors("v", layers=layers)], logits="none")
-        means = [trace.of_head("v", head)[0].double().mean(0).float().cpu() for head in chosen]
-        return cls(head_names(chosen), shape_of(model), torch.stack(means), spans, factor)
+            for row in model.tokens(source):
+                kept = keep.tensors("v", layers=layers)
+                trace = model.trace(row[row >= 0], keep=[kept], logits="none")
+                own = [trace.of_head("v", head)[0].double().mean(0) for head in chosen]
+                means.append(torch.stack(own).float().cpu())
+        values = means[0] if len(means) == 1 else torch.stack(means)
+        return cls(head_names(chosen), shape_of(model), values, spans, factor)
 
     def edits(self, model: Model) -> Sequence[Edit]:
         """One addition to the values."""
@@ -107,9 +112,18 @@ class ValueEdit(Learned):
         def push(v: Tensor, where: Where) -> Tensor:
             chosen = [row_of[Head(where.layer, head)] for head in where.heads]
             at = marks.positions(where)[:, :, None, None]
-            return torch.where(at, v + (self.factor * self.values[chosen]).to(v), v)
+            added = self.values if self.values.dim() == 2 else self._of_prompts(where)
+            return torch.where(at, v + (self.factor * added[..., chosen, :]).to(v), v)
 
         return (apply(heads, push, "v"),)
+
+    def _of_prompts(self, where: Where) -> Float[Tensor, "batch 1 head d_value"]:
+        n = where.n_prompts if where.prompts is not None else len(where.positions)
+        if n != len(self.values):
+            raise PlanError(
+                f"value_edit has {len(self.values)} sources, but {n} prompts are run; give one source, or one for each"
+            )
+        return where.rows_of(self.values)[:, None]
 
     def marking(self, spans: SpansLike) -> Self:
         """The same at other phrases."""

@@ -76,7 +76,7 @@ def conflicts(
     Raises:
         PromptError: A relation has no wording here, or there are too few facts.
     """
-    count(n, "n")
+    n = count(n, "n")
     rng = np.random.default_rng(seed_number(seed))
     for name in names:
         if name not in _WORDINGS:
@@ -104,6 +104,10 @@ def _other(rng: np.random.Generator, name: str, known: str, tokenizer: Any) -> s
     if tokenizer is not None:
         first = _first(tokenizer, known)
         answers = [answer for answer in answers if _first(tokenizer, answer) != first]
+    if not answers:
+        raise PromptError(
+            f"every answer of {name} begins with the token that {known!r} begins with; name other relations"
+        )
     return str(answers[rng.integers(len(answers))])
 
 

@@ -61,7 +61,7 @@ def icl_prompts(
     Args:
         shots: Pairs of words to take examples from.
         asked: Pairs to ask about, each at most once before any is asked again. A word that is asked about is never
-            among the examples of its prompt.
+            among the examples of its prompt, as question or as answer.
         n_prompts: How many prompts.
         n_shots: Examples in each; 0 for the bare question.
         shuffled: Whether to shuffle the answers of the examples among them, so that none stays where it was if that can
@@ -71,21 +71,22 @@ def icl_prompts(
     Raises:
         PromptError: There are too few pairs.
     """
-    count(n_prompts, "n_prompts")
-    count(n_shots, "n_shots", least=0)
+    n_prompts, n_shots = count(n_prompts, "n_prompts"), count(n_shots, "n_shots", least=0)
     rng = np.random.default_rng(seed_number(seed))
-    if not asked or len(shots) < n_shots + 1:
-        raise PromptError(
-            f"{n_shots} examples need at least {n_shots + 1} pairs to draw from and one to ask about, and there are "
-            f"{len(shots)} and {len(asked)}"
-        )
+    if not asked:
+        raise PromptError("there is no pair to ask about")
     order = np.concatenate(
         [rng.permutation(len(asked)) for _ in range(-(-n_prompts // len(asked)))]
     )
     made = []
     for at in order[:n_prompts]:
         source, target = asked[at]
-        others = [pair for pair in shots if pair[0] != source]
+        others = [pair for pair in shots if source not in pair]
+        if len(others) < n_shots:
+            raise PromptError(
+                f"{n_shots} examples cannot be drawn from {len(shots)} pairs, of which {len(others)} are without "
+                f"{source!r:.40}, which is asked about; give more pairs or fewer examples"
+            )
         drawn = [others[i] for i in rng.permutation(len(others))[:n_shots]]
         targets = [pair[1] for pair in drawn]
         if shuffled:
@@ -102,12 +103,14 @@ def icl_prompts(
 
 def _deranged(targets: list[str], rng: np.random.Generator) -> list[str]:
     """The same words in another order, with as few as possible at the place they had."""
-    best, kept = list(targets), len(targets) + 1
-    for _ in range(20):
-        tried = [targets[i] for i in rng.permutation(len(targets))]
-        same = sum(a == b for a, b in zip(tried, targets, strict=True))
-        if same < kept:
-            best, kept = tried, same
-        if kept == 0:
-            break
-    return best
+    if not targets:
+        return []
+    words = list(dict.fromkeys(targets))
+    rank = dict(zip(words, rng.permutation(len(words)).tolist(), strict=True))
+    order = sorted(rng.permutation(len(targets)).tolist(), key=lambda at: rank[targets[at]])
+    # Equal words now stand together, in a circle: turned by the longest run, each comes to a place of another.
+    turn = max(map(targets.count, words))
+    made = list(targets)
+    for at, place in enumerate(order):
+        made[place] = targets[order[(at + turn) % len(order)]]
+    return made
