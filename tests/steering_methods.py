@@ -9,12 +9,18 @@ import torch
 
 import headlab as hl
 from headlab.steering import (
+    ACT,
+    FocusDirections,
+    FoundInTheMiddle,
     FunctionVector,
     HeadVectors,
     JuICE,
     JuNE,
+    KVBudget,
     Method,
     Pasta,
+    SinkRemoval,
+    SplitSoftmax,
     TaskVectors,
     ValueEdit,
 )
@@ -49,9 +55,22 @@ def value_edit(model: hl.Model) -> Method:
     return ValueEdit(HEADS, shape_of(model), values, [MARKED], factor=2.0)
 
 
+def focus(model: hl.Model) -> Method:
+    directions = 3 * noise(3, model.spec.d_head)
+    return FocusDirections(HEADS, shape_of(model), directions, HEADS, factor=1.0)
+
+
 #: Makes a method for a model, by name.
 MADE: dict[str, Callable[[Any], Method]] = {
     "pasta": lambda model: Pasta([MARKED], HEADS, alpha=0.05),
+    "split_softmax": lambda model: SplitSoftmax([MARKED], HEADS, k=0.4),
+    "sink_removal": lambda model: SinkRemoval(HEADS, p=0.1, sinks=2),
+    "act": lambda model: ACT(HEADS, beta=0.0, threshold=0.15),
+    "found_in_the_middle": lambda model: FoundInTheMiddle(
+        [(1, 3), (3, 6)], HEADS, temperature=0.01, dummy=(40, 41)
+    ),
+    "focus": focus,
+    "kv_budget": lambda model: KVBudget("0.1", sink=1, recent=3),
     "function_vector": function_vector,
     "head_vectors": head_vectors,
     "task_vectors": task_vectors,
