@@ -34,8 +34,9 @@ def reweighted(marked: set[int], alpha: float = ALPHA) -> Callable[[int], dict[s
         def pattern(p: Tensor, layer: int) -> Tensor:
             p = p.clone()
             factor = torch.tensor(
-                [alpha if key < start and key not in marked else 1.0 for key in range(p.shape[-1])]
-            ).to(p)
+                [alpha if key < start and key not in marked else 1.0 for key in range(p.shape[-1])],
+                dtype=p.dtype,
+            )
             for head in HEADS_OF[layer]:
                 weighed = p[:, head] * factor
                 p[:, head] = weighed / weighed.sum(-1, keepdim=True)
@@ -96,6 +97,7 @@ def test_alpha_of_one_changes_nothing_and_nothing_is_left_after_the_block() -> N
 # -- planted heads -----------------------------------------------------------------------------------------------------
 
 TEXT = "door king red lamp paper king blue lamp bread stone king"
+OTHERS = "door king {} lamp paper king {} lamp bread stone king"
 
 
 def next_word(model: hl.Model, text: str) -> str:
@@ -115,7 +117,7 @@ def planted_cases() -> hl.steering.Behaviour:
     words = ["red", "blue", "green", "black", "white", "yellow"]
     cases = []
     for at, (one, two) in enumerate(zip(words, words[1:] + words[:1], strict=True)):
-        text = TEXT.replace("red", one).replace("blue", two)
+        text = OTHERS.format(one, two)
         answer, foil = (one, two) if at % 2 else (two, one)
         cases.append(Case(text, f" {answer}", f" {foil}", (f"king {answer}",)))
     return hl.steering.Behaviour("copies", "nats", tuple(cases), first_token_difference())

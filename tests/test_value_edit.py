@@ -94,6 +94,28 @@ def test_heads_of_one_group_are_edited_once() -> None:
     assert sorted(one.heads.split(", ")) == sorted(two.heads.split(", "))
 
 
+def test_every_prompt_may_have_a_source_of_its_own() -> None:
+    this, ids, sources = pair("llama"), ragged((9, 6, 7)), ragged((5, 8, 4), seed=3)
+    method = ValueEdit.fit(this.model, sources, "0.1, 1.4", SPANS, factor=2.0)
+    assert method.values.shape == (3, 2, 10)
+    with hl.steer(this.model, method):
+        last = this.model.trace(ids, logits="last").logits[:, 0]
+        new = this.model.generate(ids, max_new_tokens=4, eos_token_id=None).ids
+    for at, (row, source) in enumerate(zip(singles(ids), singles(sources), strict=True)):
+        v = this.values("v", source)
+
+        def rewrites(start: int, v: list[Tensor] = v) -> dict[str, Any]:
+            def change(x: Tensor, layer: int) -> Tensor:
+                x, head = x.clone(), (1, 4)[layer]
+                x[0, [3, start - 2], head] += 2 * v[layer][:, head].mean(0)
+                return x
+
+            return {"v": change}
+
+        assert_close(last[at], this.logits(row, **rewrites(len(row)))[-1], CLOSE)
+        assert new[at].tolist() == this.greedy(row, 4, rewrites)
+
+
 def test_words_are_found_in_every_prompt() -> None:
     this = pair("llama")
     tokenizer = this.model.tokenizer
@@ -154,8 +176,11 @@ def test_it_is_the_same_after_a_round_trip(tmp_path: Path, spans: Any) -> None:
 
 def test_bad_input_is_refused_in_one_sentence() -> None:
     model = pair("llama").model
-    with pytest.raises(PromptError, match="one prompt, not 2"):
-        ValueEdit.fit(model, ids_of(), "0.1", SPANS)
+    with (
+        hl.steer(model, learned("llama")._with(values=torch.ones(3, 2, 10))),
+        pytest.raises(PlanError, match="3 sources, but 2 prompts"),
+    ):
+        model.logits(ids_of(9))
     with pytest.raises(HeadError, match="7"):
         ValueEdit.fit(model, SOURCE, "7.0", SPANS)
     with pytest.raises(PlanError, match="spans='Paris'"):

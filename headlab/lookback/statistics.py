@@ -118,13 +118,16 @@ def shuffled_labels(
     """
     rng = np.random.default_rng(seed)
     places = np.argsort(documents, kind="stable")
-    members = np.split(places, np.flatnonzero(np.diff(documents[places])) + 1)
+    numbers = np.unique(documents[places], return_inverse=True)[1]
+    sizes = np.bincount(numbers)
+    starts = sizes.cumsum() - sizes
+    within = 2 * (np.arange(len(labels)) - starts[numbers]) + 1
     for _ in range(draws):
+        other = rng.permutation(len(sizes))[numbers]
+        # The middle of each span falls on one of the other document's.
+        theirs = starts[other] + within * sizes[other] // (2 * sizes[numbers])
         dealt = np.empty_like(labels)
-        for own, other in zip(members, rng.permutation(len(members)), strict=True):
-            theirs = labels[members[other]]
-            # The middle of each span falls on one of theirs.
-            dealt[own] = theirs[(2 * np.arange(len(own)) + 1) * len(theirs) // (2 * len(own))]
+        dealt[places] = labels[places[theirs]]
         yield dealt
 
 

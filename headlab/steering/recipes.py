@@ -7,8 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
+from headlab.attention import HeadsLike, parse_heads
 from headlab.errors import PlanError
 from headlab.steering.base import Method
 from headlab.steering.evaluation import Behaviour
@@ -16,6 +19,9 @@ from headlab.text import shown
 
 if TYPE_CHECKING:
     from headlab.model import Model
+
+#: Questions that focus directions are learned from, and heads that they steer (the authors' number).
+_LEARNED_FROM, _CONTEXTUAL = 16, 20
 
 
 @dataclass(frozen=True)
@@ -83,10 +89,58 @@ def behaviour(name: str, setting: Setting) -> Behaviour:
 # -- methods -----------------------------------------------------------------------------------------------------------
 
 
-def _pasta(setting: Setting) -> Method:
-    from headlab.steering.pasta import Pasta
+def _marking(name: str) -> Callable[[Setting], Method]:
+    """A method whose first field is marked text."""
 
-    return Pasta(setting.spans, setting.heads or "*.*")
+    def make(setting: Setting) -> Method:
+        made: Any = Method.all[name]
+        spans = list(setting.spans)
+        return made(spans) if setting.heads is None else made(spans, setting.heads)
+
+    return make
+
+
+def _sink_removal(setting: Setting) -> Method:
+    from headlab.steering.sink_removal import SinkRemoval
+
+    return SinkRemoval(setting.heads or "*.*")
+
+
+def _act(setting: Setting) -> Method:
+    from headlab.steering.act import ACT
+
+    return ACT(setting.heads)
+
+
+def _focus(setting: Setting) -> Method:
+    from headlab.steering.focus import FocusDirections, gold_mass
+    from headlab.tasks import document_prompt, document_questions
+
+    # The right answers stand in for the model's own, which small models often get wrong.
+    examples = [
+        document_prompt(setting.model.tokenizer, asked, response=asked.answer)
+        for asked in document_questions(_LEARNED_FROM, 4, setting.seed + 1)
+    ]
+    heads: HeadsLike | None = setting.heads
+    if heads is None:
+        setting.tell("looking for contextual heads")
+        every = parse_heads("*.*", setting.model.spec)
+        best = np.argsort(-gold_mass(setting.model, examples).mean(0), kind="stable")
+        heads = tuple(every[at] for at in best[:_CONTEXTUAL])
+    return FocusDirections.fit(
+        setting.model, examples, heads, lr=0.03, seed=setting.seed, tell=setting.tell
+    )
+
+
+def _kv_budget(setting: Setting) -> Method:
+    from headlab.steering.kv_budget import KVBudget
+
+    if setting.heads is None:
+        raise PlanError(
+            "kv_budget needs the heads that keep whole caches, such as retrieval heads; name them "
+            "(headlab score MODEL --roles retrieval finds some)"
+        )
+    return KVBudget(setting.heads)
 
 
 def _function_vector(setting: Setting) -> Method:
@@ -133,7 +187,30 @@ def _conflict(twice: bool) -> Callable[[Setting], Method]:
 #: Methods by name.
 RECIPES: dict[str, Recipe] = {
     "pasta": Recipe(
-        "weigh down what lies outside marked text (PASTA)", "marked_context", _pasta, marks=True
+        "weigh down what lies outside marked text (PASTA)",
+        "marked_context",
+        _marking("pasta"),
+        marks=True,
+    ),
+    "split_softmax": Recipe(
+        "keep up the attention on a marked instruction (split-softmax)",
+        "resisting_injection",
+        _marking("split_softmax"),
+        marks=True,
+    ),
+    "found_in_the_middle": Recipe(
+        "take the bias by place out of attention to marked documents",
+        "documents",
+        _marking("found_in_the_middle"),
+        marks=True,
+    ),
+    "act": Recipe("share out what sinks besides the first take (ACT)", "documents", _act),
+    "sink_removal": Recipe("take weight off the first tokens", "documents", _sink_removal),
+    "focus": Recipe("turn queries towards relevant text (focus directions)", "documents", _focus),
+    "kv_budget": Recipe(
+        "whole caches for the named heads, sink and recent tokens for the others",
+        "needles",
+        _kv_budget,
     ),
     "function_vector": Recipe(
         "add a task's function vector to the residual stream", "zero_shot", _function_vector
@@ -171,8 +248,38 @@ def _conflicts(towards: str) -> Callable[[Setting], Behaviour]:
     return make
 
 
+def _marked_context(setting: Setting) -> Behaviour:
+    from headlab.steering.behaviours.marked_context import marked_context
+
+    return marked_context(setting.n_cases, seed=setting.seed)
+
+
+def _documents(setting: Setting) -> Behaviour:
+    from headlab.steering.behaviours.documents import documents
+
+    return documents(
+        setting.model, setting.n_cases, 4, measure="log_probability", seed=setting.seed
+    )
+
+
+def _resisting(setting: Setting) -> Behaviour:
+    from headlab.steering.behaviours.injections import resisting
+
+    return resisting(setting.model, setting.n_cases, setting.seed)
+
+
+def _needles(setting: Setting) -> Behaviour:
+    from headlab.steering.behaviours.needles import needles
+
+    return needles(setting.model, setting.n_cases, length=512, seed=setting.seed)
+
+
 #: Behaviours by name.
 BEHAVIOURS: dict[str, Callable[[Setting], Behaviour]] = {
+    "marked_context": _marked_context,
+    "documents": _documents,
+    "resisting_injection": _resisting,
+    "needles": _needles,
     "zero_shot": _zero_shot,
     "conflict_memory": _conflicts("memory"),
     "conflict_context": _conflicts("context"),

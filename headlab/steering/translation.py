@@ -122,7 +122,11 @@ def _with_answers(
 
 
 def _kept(
-    model: Model, ids: Sequence[Sequence[int]], starts: Sequence[int], longest: int, layers: list[int]
+    model: Model,
+    ids: Sequence[Sequence[int]],
+    starts: Sequence[int],
+    longest: int,
+    layers: list[int],
 ) -> dict[int, Tensor]:
     """z at the positions that predict the answers, per layer [prompt, answer token, head, d_value]."""
     found: dict[int, list[Tensor]] = {layer: [] for layer in layers}

@@ -66,6 +66,7 @@ from headlab.tasks.temporal import (
     temporal_facts,
     temporal_pairs,
 )
+from headlab.tasks.translations import TargetLanguage, Translation, translations
 
 __all__ = [
     "DEPENDENCY_SCHEMA",
@@ -99,9 +100,11 @@ __all__ = [
     "RepeatedList",
     "RepeatedTokens",
     "SpanTrial",
+    "TargetLanguage",
     "TimePair",
     "TimePrompts",
     "TokenPairs",
+    "Translation",
     "bare_length",
     "check_offsets",
     "conflicts",
@@ -139,5 +142,6 @@ __all__ = [
     "temporal_facts",
     "temporal_pairs",
     "token_pairs",
+    "translations",
     "word_tokens",
 ]
