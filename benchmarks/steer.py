@@ -26,13 +26,47 @@ from rich.table import Table
 
 import headlab as hl
 
-
 #: Least share of the unsteered speed that a method should keep.
 GOAL = 0.85
 PROMPT = (
     "The scroll was written in Alexandria and copied twice before it was brought to Antioch. " * 16
     + "The scroll was written in"
 )
+
+
+#: Heads that roles would name: some in every part of the model.
+HEADS = "3.*, 8.*, 14.1, 15.*, 17.3, 18.6, 20.5, 20.6, 23.3, 24.4"
+#: Runs the model twice for every token.
+TWICE = ("juice",)
+
+
+def methods(model: hl.Model) -> dict[str, hl.steering.Method]:
+    """One of each method, at a strength that leaves the text readable."""
+    steering = hl.steering
+    marked = ["Antioch"]
+    prompts, others = ["The river is deep.", "Snow fell."], ["Add the numbers.", "Name a colour."]
+    vectors = steering.HeadVectors.fit(model, prompts, others, HEADS, factor=0.1)
+    focus = steering.FocusDirections(
+        vectors.heads, vectors.shape, 0.1 * vectors.vectors, vectors.heads, factor=0.2
+    )
+    stream = torch.randn(model.spec.d_model, generator=torch.Generator().manual_seed(0))
+    return {
+        "pasta, every head": steering.Pasta(marked, "*.*", 0.5),
+        "pasta": steering.Pasta(marked, HEADS, 0.5),
+        "focus": focus,
+        "head_vectors": vectors,
+        "function_vector": steering.FunctionVector(
+            vectors.heads, vectors.shape, 0.1 * stream, 15, rows="from_end"
+        ),
+        "june": steering.JuNE(HEADS, a_l=0.1),
+        "sink_removal, every head": steering.SinkRemoval("*.*", 0.9),
+        "kv_budget, every head": steering.KVBudget(None, recent=64),
+        "split_softmax, every head": steering.SplitSoftmax(marked, "*.*", 0.95),
+        "split_softmax": steering.SplitSoftmax(marked, HEADS, 0.95),
+        "act": steering.ACT(HEADS, 0.8),
+        "value_edit": steering.ValueEdit.fit(model, prompts[0], HEADS, marked, factor=0.1),
+        "juice": steering.JuICE(HEADS, a_l=0.1),
+    }
 
 
 def seconds(model: hl.Model, method: hl.steering.Method | None, tokens: int) -> float:
@@ -46,13 +80,13 @@ def seconds(model: hl.Model, method: hl.steering.Method | None, tokens: int) -> 
 def measure(tokens: int, rounds: int) -> Iterator[dict[str, object]]:
     """Shares of the unsteered speed, one row per method."""
     model = hl.load("smollm2-135m")
-    methods = examples(model, PROMPT)
-    runs: dict[str, list[float]] = {name: [] for name in ("unsteered", *methods)}
-    for method in (None, *methods.values()):
+    every = methods(model)
+    runs: dict[str, list[float]] = {name: [] for name in ("unsteered", *every)}
+    for method in (None, *every.values()):
         seconds(model, method, 2)  # whatever is built or measured once
     for _ in range(rounds):
         runs["unsteered"].append(seconds(model, None, tokens))
-        for name, method in methods.items():
+        for name, method in every.items():
             runs[name].append(seconds(model, method, tokens))
     for name, mine in runs.items():
         shares = [plain / own for plain, own in zip(runs["unsteered"], mine, strict=True)]
@@ -62,6 +96,7 @@ def measure(tokens: int, rounds: int) -> Iterator[dict[str, object]]:
             "share": round(statistics.median(shares), 3),
             "lowest": round(min(shares), 3),
             "highest": round(max(shares), 3),
+            "goal": "" if name in ("unsteered", *TWICE) else GOAL,
         }
 
 
