@@ -277,6 +277,7 @@ class Model:
         edits: Sequence[BoundEdit] = (),
         *,
         length: int | None = None,
+        prompt: int | None = None,
         last: bool = False,
         **arguments: Any,
     ) -> Any:
@@ -286,16 +287,18 @@ class Model:
             ids: Token ids, without padding.
             edits: Bound edits, on top of those in force.
             length: Length of each row's whole prompt, where a cache in ``arguments`` holds its beginning.
+            prompt: Tokens of each row that are its prompt, where the others are to count as generated.
             last: Whether the logits of the last position suffice.
             arguments: Further arguments of the module.
         """
-        lengths = torch.full((len(ids),), length or ids.shape[1], device=ids.device)
+        n_prompt = length or prompt or ids.shape[1]
+        lengths = torch.full((len(ids),), n_prompt, device=ids.device)
         if last and "logits_to_keep" in signature(self.module.forward).parameters:
             arguments["logits_to_keep"] = 1
         if not hasattr(self.module.config, "use_cache"):
             arguments.pop("use_cache", None)
         editing = self._session.editing(edits) if edits else nullcontext()
-        whole = ids if length is None else None
+        whole = ids[:, :n_prompt] if length is None else None
         with torch.no_grad(), editing, self._session.running(lengths, ids=whole):
             return self.module(input_ids=ids, **arguments)
 

@@ -34,9 +34,7 @@ def calibrated(both: Pair, ids: Tensor, row: int) -> Change:
     both.logits(ids, pattern=look)
     sinks = {
         (layer, head): [
-            key
-            for key in range(1, n)
-            if float(x[head, key:, key].sum()) / (n - key) > THRESHOLD
+            key for key in range(1, n) if float(x[head, key:, key].sum()) / (n - key) > THRESHOLD
         ]
         for layer, x in patterns.items()
         for head in range(len(x))
@@ -80,11 +78,15 @@ def test_sinks_are_those_of_the_unsteered_model_even_beneath_other_steering() ->
         moved = model.trace(ids, keep=hl.keep.tensors("pattern")).tensor("pattern", 1)
         pattern = pattern_under(model, method, ids)[:, 1]
     received = moved[0].sum(1) / (9 - torch.arange(9))
-    assert not torch.equal(received[:, 1:] > THRESHOLD, sinks[0, :, 1:])  # others, had it looked then
+    assert not torch.equal(
+        received[:, 1:] > THRESHOLD, sinks[0, :, 1:]
+    )  # others, had it looked then
     for head, row in ((h, r) for h in range(6) for r in range(9)):
         inside = sinks[0, head, : row + 1]
         a = moved[0, head, row, : row + 1]
-        expected = torch.where(inside, BETA * a, a * (1 - BETA * a[inside].sum()) / a[~inside].sum())
+        expected = torch.where(
+            inside, BETA * a, a * (1 - BETA * a[inside].sum()) / a[~inside].sum()
+        )
         torch.testing.assert_close(pattern[0, head, row, : row + 1], expected, atol=1e-6, rtol=0)
 
 

@@ -46,9 +46,7 @@ def test_generation_with_a_cache_equals_whole_passes_token_for_token(
 
 def whole_pass(model: hl.Model, tokens: torch.Tensor, n_prompt: int) -> torch.Tensor:
     """Logits of one pass without a cache in which only the first tokens are the prompt."""
-    lengths = torch.tensor([n_prompt])
-    with model._session.running(lengths, ids=tokens[:, :n_prompt]), torch.no_grad():
-        logits: torch.Tensor = model.module(tokens, use_cache=False).logits
+    logits: torch.Tensor = model.forward(tokens, prompt=n_prompt, use_cache=False).logits
     return logits
 
 

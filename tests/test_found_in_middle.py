@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from math import exp
 
@@ -93,6 +94,22 @@ def test_relevance_is_attention_less_that_of_a_dummy_in_its_place() -> None:
     assert bool(torch.tensor(found[1:, 2]).isnan().all())
 
 
+def test_relevances_that_are_known_are_taken_as_they_are() -> None:
+    model, ids = pair("llama").model, ragged((11, 7, 9))
+    method = FoundInTheMiddle(PLACES, "*.*", T, DUMMY)
+    found = relevance(model, ids, PLACES, DUMMY)
+    known = [row[: len(places)].tolist() for row, places in zip(found, PLACES, strict=True)]
+    with hl.steer(model, method):
+        expected = model.logits(ids)
+    with hl.steer(model, replace(method, relevances=known)):
+        assert torch.equal(model.logits(ids)[ids >= 0], expected[ids >= 0])
+    with (
+        pytest.raises(PlanError, match=r"relevances= are of \[3\]"),
+        hl.steer(model, replace(method, relevances=known[:1])),
+    ):
+        model.logits(ids)
+
+
 @settings(max_examples=12)
 @given(seed=st.integers(0, 99), groups=st.integers(1, 3), n=st.integers(6, 10))
 def test_documents_keep_their_mass_together_and_other_keys_their_own(
@@ -142,7 +159,9 @@ def test_a_planted_contextual_head_is_moved_to_the_gold_document() -> None:
         rows = model.trace(prompt, keep=hl.keep.rows(queries=[-1])).rows[0, 1, :, 0]
     start, stop = places[record["gold"]]
     other = [head for head in range(8) if head != 2]
-    for head in other:  # heads that look everywhere alike now look at what the contextual head found
+    for (
+        head
+    ) in other:  # heads that look everywhere alike now look at what the contextual head found
         inside = sum(float(rows[head, a:b].sum()) for a, b in places)
         assert float(rows[head, start:stop].sum()) > 0.9 * inside
         assert float(plain[head, start:stop].sum()) < 0.6 * inside
@@ -165,8 +184,9 @@ def test_what_cannot_be_documents_is_refused() -> None:
         with pytest.raises(error, match=said), hl.steer(model, FoundInTheMiddle(spans)):
             model.logits(ids)
     text = model.text([7, 8, 9, 7, 8, 9])
-    with pytest.raises(PromptError, match="2 times"), hl.steer(
-        model, FoundInTheMiddle([model.text([7, 8, 9]).strip()])
+    with (
+        pytest.raises(PromptError, match="2 times"),
+        hl.steer(model, FoundInTheMiddle([model.text([7, 8, 9]).strip()])),
     ):
         model.logits(text)
     with pytest.raises(HeadError), hl.steer(model, FoundInTheMiddle(["a"], "9.9")):

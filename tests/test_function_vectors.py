@@ -16,6 +16,7 @@ from tiny_models import tiny_tokenizer
 from torch import Tensor
 
 import headlab as hl
+from headlab import planted
 from headlab.errors import HeadError, PlanError
 from headlab.steering import FunctionVector, TaskVectors, indirect_effects, top_heads
 from headlab.tasks import ICLPrompt
@@ -101,7 +102,7 @@ def test_a_function_vector_is_the_sum_of_mean_head_outputs(family: str) -> None:
     # The bias of the projection is not part of a head, and here there is one.
     bias = this.hand.projections[0].bias
     assert (bias is not None) == (family == "gpt2")
-    assert bias is None or float(bias.abs().max()) > 1e-2
+    assert bias is None or float(bias.detach().abs().max()) > 1e-2
 
 
 @pytest.mark.parametrize("layer", [0, 1])
@@ -194,7 +195,6 @@ def test_weights_of_0_change_nothing() -> None:
     this, ids = pair("llama"), ids_of()
     method = untrained(this)
     with hl.steer(this.model, method._with(weights=torch.zeros_like(method.weights))):
-        assert torch.equal(this.model.logits(ids), this.model.logits(ids) + 0)
         steered = this.model.logits(ids)
     assert_close(steered, torch.stack([this.logits(row) for row in ids]), 1e-12)
 
@@ -295,6 +295,46 @@ def test_both_are_the_same_after_a_round_trip(tmp_path: Path) -> None:
             assert torch.equal(this.model.logits(ids), expected)
 
 
+@pytest.mark.parametrize("answer", ["for", "river"])
+def test_a_planted_task_is_carried_to_prompts_without_examples(answer: str) -> None:
+    # The task is to say the same word after every full stop, which an induction head does with
+    # examples, and nothing does without.
+    made = planted.model(
+        "llama", {"L0H2": "previous_token", "L1H1": "induction"}, n_heads=6, distractors=4
+    )
+    model = hl.load(made.module, tokenizer=made.tokenizer)
+    words = sorted(word for word in made.tokenizer.get_vocab() if word.isalpha() and word != answer)
+    rng = np.random.default_rng(0)
+
+    def task(n: int, n_shots: int, shuffled: bool = False) -> list[ICLPrompt]:
+        found = []
+        for _ in range(n):
+            drawn = rng.permutation(words)[: 2 * n_shots + 1].tolist()
+            source, sources, others = drawn[0], drawn[1 : n_shots + 1], drawn[n_shots + 1 :]
+            said = others if shuffled else [answer] * n_shots
+            shots = "".join(f"{one} . {two} " for one, two in zip(sources, said, strict=True))
+            text = f"{shots}{source} ."
+            found.append(ICLPrompt(text, source, f" {answer}", n_shots, shuffled))
+        return found
+
+    def accuracy(asked: list[ICLPrompt]) -> float:
+        logits = model.trace([prompt.text for prompt in asked], logits="last").logits
+        right = made.tokenizer.convert_tokens_to_ids(answer)
+        return float((logits[:, 0].argmax(-1) == right).double().mean())
+
+    given, asked = task(8, 5), task(12, 0)
+    (head,) = top_heads([indirect_effects(model, given, task(6, 5, shuffled=True))], 1)
+    assert str(head) == "L1H1"
+    assert (accuracy(given), accuracy(asked)) == (1.0, 0.0)
+    vector = FunctionVector.fit(model, given, [head], layer=1)
+    with hl.steer(model, vector):
+        assert accuracy(asked) == 1.0
+    controls = [FunctionVector.fit(model, given, one, layer=1) for one in ("1.0", "1.3", "0.2")]
+    for control in (*controls, vector.randomised(0), vector.randomised(1)):
+        with hl.steer(model, control):
+            assert accuracy(asked) == 0.0
+
+
 def test_controls_have_the_same_norm() -> None:
     this = pair("llama")
     for method, name in (
@@ -310,7 +350,7 @@ def test_controls_have_the_same_norm() -> None:
 
 def test_bad_input_is_refused_in_one_sentence() -> None:
     model = pair("llama").model
-    with pytest.raises(PlanError, match="heads=.*shuffled="):
+    with pytest.raises(PlanError, match=r"heads=.*shuffled="):
         FunctionVector.fit(model, GIVEN)
     with pytest.raises(PlanError, match=r"layer=2 does not exist.*0–1"):
         FunctionVector.fit(model, GIVEN, TEXT, layer=2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -206,6 +207,14 @@ def test_a_prompt_after_another_starts_anew() -> None:
         for ids in (one, other, one):
             new = this.model.generate(ids, max_new_tokens=4, eos_token_id=None).ids
             assert new[0].tolist() == generated(this, ids[0], 4)
+
+
+def test_a_prompt_streamed_in_chunks_has_two_passes_of_each(tmp_path: Path) -> None:
+    this, row = pair("llama"), ids_of(11, 1)[0]
+    with hl.steer(this.model, juice()):
+        trace = this.model.stream(row[None], hl.keep.statistics("entropy"), tmp_path, chunk=4)
+    # What a stream keeps is float32.
+    assert_close(trace.logits[0, -1], twice(this, row)[-1], 1e-6)
 
 
 def test_a_cache_filled_before_is_refused() -> None:

@@ -213,6 +213,8 @@ def test_ratios_at_hand_are_not_read_again(model: hl.Model, monkeypatch: pytest.
         for wrong in (read[:9], [one[:3] for one in read], [*read[:9], read[9][:, :2]]):
             with pytest.raises(PlanError, match="ratios= are not those of the 10 examples"):
                 fit(model, examples, ratios=wrong)
+        with pytest.raises(PlanError, match="some ratios are no numbers"):
+            fit(model, examples, ratios=[one * np.nan for one in read])
 
 
 @pytest.mark.parametrize(
@@ -246,6 +248,15 @@ def test_a_setting_that_does_not_exist_is_refused(
 def test_labels_that_teach_nothing_are_refused(model: hl.Model, examples: list[Example], said: str):
     with pytest.raises(PlanError, match=said):
         fit(model, examples)
+
+
+@pytest.mark.filterwarnings("error")
+def test_too_few_spans_or_documents_of_a_label_are_refused(model: hl.Model):
+    good = answers(20, seed=0)[1::2]
+    with pytest.raises(PlanError, match="1 spans that are not borne out are too few for 2 folds"):
+        fit(model, [*good, answers(1, seed=0)[0]], spans="given", split="paper", n_permutations=0)
+    with pytest.raises(PlanError, match="no fold holds spans of both labels"):
+        fit(model, answers(5, seed=0), n_permutations=0)
 
 
 def test_one_document_with_all_bad_answers_is_refused(model: hl.Model):

@@ -15,7 +15,17 @@ from planted_lookback import answers, reads
 
 import headlab as hl
 from headlab.errors import OutputError, PlanError, PromptError
-from headlab.lookback import Example, Guided, Lens, fit, generate, ratios, transfer
+from headlab.lookback import (
+    Calibrator,
+    Example,
+    Guided,
+    Lens,
+    Linear,
+    fit,
+    generate,
+    ratios,
+    transfer,
+)
 from headlab.lookback.statistics import auroc
 
 
@@ -233,6 +243,20 @@ def test_a_chosen_chunk_is_the_best_and_scored_as_in_one_pass(model: hl.Model, l
     same = generate(model, lens, prompt, 10, chunk=4, n_candidates=5, seed=3)
     assert same.ids == made.ids
     assert generate(model, lens, prompt, 10, chunk=4, n_candidates=5, seed=4).ids != made.ids
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "mistral", "gpt_oss"])
+def test_a_chunk_from_a_cache_is_scored_as_in_one_pass(family: str, lab: Callable[..., Any]):
+    model = lab(family)  # windows of mistral and gpt_oss are shorter than the prompt
+    shape = (model.spec.n_layers, model.spec.layers[0].n_heads)
+    weights = np.random.default_rng(0).normal(size=shape[0] * shape[1])
+    lens = Lens(Linear(weights, 0.3), Calibrator(), shape, 3, pd.DataFrame(), {}, {})
+    prompt = "w20 w21 w22 w23 w24 w25 w26 w27 w28"
+    made = generate(model, lens, prompt, 9, cue="w27 w28", chunk=3, n_candidates=4, seed=1)
+    flat = ratios(model, Example(prompt, made.ids, cue="w27 w28"))[0].reshape(len(made.ids), -1)
+    best = made.chunks[made.chunks["chosen"]]["probability"]
+    logits = [flat[at : at + 3].mean(0) @ weights + 0.3 for at in range(0, len(made.ids), 3)]
+    np.testing.assert_allclose(best, 1 / (1 + np.exp(-np.array(logits))), atol=1e-5)
 
 
 def test_guided_decoding_stops_where_the_model_does(

@@ -45,9 +45,7 @@ def test_it_equals_the_formula_in_one_pass_in_batches_and_in_generation(family: 
 
 
 @settings(max_examples=12)
-@given(
-    seed=st.integers(0, 99), n=st.integers(2, 7), k=st.floats(0.05, 1), total=st.floats(0.2, 1)
-)
+@given(seed=st.integers(0, 99), n=st.integers(2, 7), k=st.floats(0.05, 1), total=st.floats(0.2, 1))
 def test_rows_keep_their_mass_and_the_share_is_raised(
     seed: int, n: int, k: float, total: float
 ) -> None:
@@ -71,9 +69,7 @@ def test_rows_before_the_marked_text_and_k_of_1_change_nothing() -> None:
     steered = pattern_under(both.model, SplitSoftmax(spans=[(3, 5)], k=0.3), ids)[:, 0]
     torch.testing.assert_close(steered[:, :, :3], plain[:, 0, :, :3], atol=1e-7, rtol=0)
     share = plain[:, 0, :, 5:, 3:5].sum(-1)
-    torch.testing.assert_close(
-        steered[:, :, 5:, 3:5].sum(-1), share**0.3, atol=1e-6, rtol=0
-    )
+    torch.testing.assert_close(steered[:, :, 5:, 3:5].sum(-1), share**0.3, atol=1e-6, rtol=0)
 
 
 def test_strength_and_spans_are_changed_on_a_copy() -> None:
@@ -90,11 +86,10 @@ def test_other_exponents_are_refused(k: object) -> None:
 
 def test_a_span_that_is_not_there_is_refused() -> None:
     model = pair("llama").model
-    with pytest.raises(PromptError, match="not in the prompt"), hl.steer(
-        model, SplitSoftmax(spans=[(3, 50)])
+    with (
+        pytest.raises(PromptError, match="not in the prompt"),
+        hl.steer(model, SplitSoftmax(spans=[(3, 50)])),
     ):
         model.logits(ragged((9,)))
     with pytest.raises(PlanError, match="spans="):
         SplitSoftmax(spans=[])
-
-

@@ -31,7 +31,7 @@ from headlab.text import shown
 Split: TypeAlias = Literal["grouped", "paper"]
 Calibration: TypeAlias = Literal["platt", "isotonic", "none"]
 Scaling: TypeAlias = Literal["none", "standard"]
-FOLDS = 5
+FOLDS, _HALVES = 5, 2
 
 
 @dataclass(frozen=True)
@@ -195,7 +195,12 @@ def _held_out(
         line = _fitted(spans.features[inside], labels[inside], scaling)
         train.append(float(auroc(line.logit(spans.features[inside]), labels[inside])))
         logit[outside], fold[outside] = line.logit(spans.features[outside]), at
-    return _HeldOut(logit, fold, float(np.mean(train)))
+    held = _HeldOut(logit, fold, float(np.mean(train)))
+    if np.isnan(held.auroc(labels)):
+        raise PlanError(
+            "no fold holds spans of both labels, so that none can be told apart; give more documents"
+        )
+    return held
 
 
 def _folds(
@@ -206,22 +211,24 @@ def _folds(
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     from sklearn.model_selection import StratifiedGroupKFold, StratifiedKFold
 
-    if len(np.unique(labels)) < 2:
-        only = "borne out" if labels[0] else "not borne out"
+    counts, names = np.bincount(labels, minlength=2), ("not borne out", "borne out")
+    if not counts.min():
         raise PlanError(
-            f"every span is {only}; a detector needs spans that are and spans that are not"
+            f"every span is {names[counts.argmax()]}; a detector needs spans that are and spans that are not"
         )
-    if split == "paper":
-        halves = StratifiedKFold(2, shuffle=True, random_state=seed)
-        yield from halves.split(labels, labels)
-        return
     n = len(np.unique(documents))
-    if n < FOLDS:
+    if split == "grouped" and n < FOLDS:
         raise PlanError(
             f"{n} documents are too few for {FOLDS} folds in which each stays together; give more documents"
         )
-    folds = StratifiedGroupKFold(FOLDS, shuffle=True, random_state=seed)
-    for inside, outside in folds.split(labels, labels, documents):
+    folds = _HALVES if split == "paper" else FOLDS
+    if counts.min() < folds:
+        raise PlanError(
+            f"{counts.min()} spans that are {names[counts.argmin()]} are too few for {folds} folds; give more of them"
+        )
+    kind = StratifiedKFold if split == "paper" else StratifiedGroupKFold
+    parts = kind(folds, shuffle=True, random_state=seed)
+    for inside, outside in parts.split(labels, labels, documents):
         if len(np.unique(labels[inside])) < 2:
             raise PlanError(
                 "too few documents have spans of either label to hold some out; give more documents"

@@ -82,6 +82,10 @@ def fit(
         raise PlanError(
             f"ratios= are not those of the {len(tokens)} examples: they must be [token, {shape[0]}, {shape[1]}] each"
         )
+    if not all(np.isfinite(one).all() for one in read):
+        raise PlanError(
+            "some ratios are no numbers: a head attends neither to context nor to what is new"
+        )
     found = spans_of(read, tokens, spans, window)
     checked = validate(found, split, calibration, n_permutations, seed, scaling, tell)
     line = fit_linear(found, scaling)
@@ -140,7 +144,8 @@ def head_table(
     low, high = auroc_interval(spans.features, spans.labels, spans.documents, seed, draws=draws)
     at_least = np.zeros(len(score))
     for dealt in shuffled_labels(spans.labels, spans.documents, shuffles, seed):
-        at_least += np.abs(auroc_of_ranks(ranks, dealt) - 0.5) >= np.abs(score - 0.5) - 1e-12
+        # A draw of one class has no AUROC and counts against the head.
+        at_least += ~(np.abs(auroc_of_ranks(ranks, dealt) - 0.5) < np.abs(score - 0.5) - 1e-12)
     p = (1 + at_least) / (1 + shuffles)
     layer, head = np.divmod(np.arange(len(score)), shape[1])
     columns = {

@@ -116,8 +116,9 @@ def evaluate(
         behaviour: What it is to bring about.
         strengths: Strengths to sweep; by default the method's own.
         n_controls: Draws of each control; 0 leaves controls out.
-        n_texts: Plain texts for the side effect, of 192 tokens at most; the loss is taken over the second half of each,
-            and a method that marks text marks the second quarter.
+        n_texts: Plain texts for the side effect, of 192 tokens at most; the first half of each is the
+            prompt, the loss is taken over the second as over generated text, and a method that marks text marks the
+            second quarter.
         seed: Seed of the controls, the texts and the statistics.
         tell: Told, in a few words, what is being done.
 
@@ -259,14 +260,15 @@ def _texts(model: Model, n: int, seed: int) -> torch.Tensor:
 
 
 def _losses(model: Model, method: Method | None, texts: torch.Tensor) -> Float[np.ndarray, " text"]:
-    """Mean loss over the second half of each text, nats per token."""
+    """Mean loss over the second half of each text, nats per token; the first half is the prompt."""
     n = texts.shape[1]
     marked: list[Span] = [(n // 4, n // 2)]
     found: list[float] = []
     for start in range(0, len(texts), 4):
         batch = texts[start : start + 4]
         with _steered(model, method, [marked] * len(batch)):
-            logits = model.logits(batch)[:, n // 2 - 1 : -1].float()
+            output = model.forward(batch.to(model.device), prompt=n // 2, use_cache=False)
+        logits = output.logits[:, n // 2 - 1 : -1].float()
         right = batch[:, n // 2 :, None].to(logits.device)
         found += (-logits.log_softmax(-1).gather(-1, right)[..., 0].mean(1)).tolist()
     return np.array(found)

@@ -61,9 +61,11 @@ class FoundInTheMiddle(Method):
         heads: The heads to steer; None for all those of the last half of the layers.
         temperature: t, above 0; relevances are attention per token, so what is small depends on the documents' length.
         dummy: Text, or token ids, repeated to the length of the document it stands for.
+        relevances: rel of each document of each prompt, in the order of the prompt, where it is known
+            (:func:`~headlab.steering.document_attention.relevance` finds it); None has it found before a prompt is run.
 
     Raises:
-        PlanError: Documents, temperature or dummy are of another form.
+        PlanError: A field is of another form, or relevances fit no documents when the model is run.
         PromptError: When the model is run: a document is not in the prompt, or is there twice.
     """
 
@@ -71,6 +73,7 @@ class FoundInTheMiddle(Method):
     heads: HeadsLike | None = None
     temperature: float = 5e-5
     dummy: str | tuple[int, ...] = DUMMY
+    relevances: Sequence[Sequence[float]] | None = None
 
     name: ClassVar[str] = "found_in_the_middle"
     strength_field: ClassVar[str] = "temperature"
@@ -141,7 +144,22 @@ class FoundInTheMiddle(Method):
         """Documents [batch, document, position], their α [batch, document], and where the last ends [batch]."""
         places = document_places(model, ids, self.documents)
         masks = document_masks(places, ids.shape[1])
-        found = relevance(model, ids, places, self.dummy)
+        if self.relevances is None:
+            found = relevance(model, ids, places, self.dummy)
+        else:
+            found = _given(self.relevances, [len(spans) for spans in places])
         scaled = np.where(np.isnan(found), -np.inf, found) / self.temperature
         weights = torch.from_numpy(scaled).softmax(-1)
         return masks, weights, torch.tensor([spans[-1][1] for spans in places])
+
+
+def _given(relevances: Sequence[Sequence[float]], sizes: Sequence[int]) -> np.ndarray:
+    """Relevances [prompt, document], NaN where a prompt has no such document."""
+    if [len(row) for row in relevances] != list(sizes):
+        raise PlanError(
+            f"relevances= are of {[len(row) for row in relevances]} documents, and the prompts have {list(sizes)}"
+        )
+    found = np.full((len(sizes), max(sizes)), np.nan)
+    for row, own in enumerate(relevances):
+        found[row, : len(own)] = own
+    return found

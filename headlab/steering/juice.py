@@ -193,6 +193,9 @@ class _FirstRun:
                 continue
             if given.get_seq_length() == 0:
                 self._cache = copy.deepcopy(given)
+                vars(self._cache).pop(
+                    "update", None
+                )  # streaming's, which would write into the cache copied
             elif self._cache is None or self._cache.get_seq_length() != given.get_seq_length():
                 raise PlanError(
                     "JuICE must see a prompt from its beginning, and this cache was filled before it was in force"

@@ -9,7 +9,7 @@ what a real one would hold. Keys keep their original positions; StreamingLLM ins
 (read in the authors' code: keys cached before rotation), so that beyond the trained context the two differ.
 
 While decoding, the edit is one row per head. Over a prompt it needs a row per query: heads × tokens² × 4 bytes, one
-layer at a time. For long prompts take ``prefill=False``, which costs nothing there, or run them by ``model.stream``,
+layer at a time. For long prompts take ``prefill=False``, which needs no such rows, or run them by ``model.stream``,
 chunk by chunk.
 """
 

@@ -56,6 +56,8 @@ class TaskVectors(Learned):
 
     def __post_init__(self) -> None:
         checked_rows(self.rows)
+        if not all(bool(torch.isfinite(x).all()) for x in (self.weights, self.outputs)):
+            raise PlanError("the task vectors hold NaN or infinity")
 
     @classmethod
     def fit(
@@ -109,7 +111,7 @@ class TaskVectors(Learned):
             loss = cross_entropy(logits[:, 0].float(), right)
             (weights.grad,) = torch.autograd.grad(loss, weights)
             adam.step()
-            losses.append(float(loss))
+            losses.append(float(loss.detach()))
             tell(f"step {step + 1} of {steps}: loss {losses[-1]:.3f}")
         return cls("*.*", shape_of(model), weights.detach(), kept, tuple(losses))
 
