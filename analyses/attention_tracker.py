@@ -55,11 +55,13 @@ def run(model: hl.Model, seed: int, n_prompts: int) -> list[Figure]:
     ]  # fmt: skip
     rng = np.random.default_rng(seed)
     rows, p = [], []
-    chosen = _columns(heads)
+    chosen, every = _columns(heads), (slice(None), slice(None))
     rows.append((f"AUROC, held out ({len(heads)} heads, n = {strict})", *held[PROBE], chosen))
     rows.append(("AUROC, held out, another instruction", *held[OTHER], chosen))
-    rows.append(("AUROC, held out, every head", *held[PROBE], (slice(None), slice(None))))
-    rows.append(("AUROC, against benign texts of two sentences", longer, held[PROBE][1], chosen))
+    rows.append(("AUROC, held out, every head", *held[PROBE], every))
+    for whose, columns in (("", chosen), (", every head", every)):
+        what = f"AUROC, against benign texts of two sentences{whose}"
+        rows.append((what, longer, held[PROBE][1], columns))
     for name, at in wording_of(test).items():
         rows.append(
             (f"AUROC, held out, “{name}”", held[PROBE][0], held[PROBE][1][list(at)], chosen)
@@ -69,7 +71,7 @@ def run(model: hl.Model, seed: int, n_prompts: int) -> list[Figure]:
         good, bad = (_score(x, columns) for x in (good, bad))
         labels = np.repeat([0, 1], [len(good), len(bad)])
         scores = 1 - np.concatenate([good, bad])
-        whose = np.arange(len(labels)) if at > 3 else np.tile(np.arange(n), 2)
+        whose = np.arange(len(labels)) if at > 4 else np.tile(np.arange(n), 2)
         low, high = auroc_interval(scores, labels, whose, seed)
         texts.append(f"{float(auroc(scores, labels)):.3f} [{float(low):.3f}, {float(high):.3f}]")
         p.append(mannwhitneyu(good, bad).pvalue)
@@ -80,16 +82,22 @@ def run(model: hl.Model, seed: int, n_prompts: int) -> list[Figure]:
     for at, (what, good, bad, _) in enumerate(rows):
         note = f"{len(good)} benign, {len(bad)} attacked; q = {q[at]:.2g}"
         figures.append(Figure(what, texts[at], *published.get(at, (None, "")), note=note))
-    draws = []
-    for _ in range(DRAWS):
-        flat = rng.choice(total, len(heads), replace=False)
-        columns = np.unravel_index(flat, benign.shape[1:])
-        good, bad = (_score(x, columns) for x in held[PROBE])
-        draws.append(float(auroc(1 - np.concatenate([good, bad]), np.repeat([0, 1], n))))
-    figures.append(
-        Figure("AUROC, held out, as many random heads", float(np.mean(draws)),
-               note=f"{DRAWS} draws from {min(draws):.3f} to {max(draws):.3f}")
-    )  # fmt: skip
+    sets = [
+        np.unravel_index(rng.choice(total, len(heads), replace=False), benign.shape[1:])
+        for _ in range(DRAWS)
+    ]
+    for what, good in (
+        ("held out", held[PROBE][0]),
+        ("against benign texts of two sentences", longer),
+    ):
+        draws = []
+        for columns in sets:
+            scores = np.concatenate([_score(x, columns) for x in (good, held[PROBE][1])])
+            draws.append(float(auroc(1 - scores, np.repeat([0, 1], n))))
+        note = f"{DRAWS} draws from {min(draws):.3f} to {max(draws):.3f}"
+        figures.append(
+            Figure(f"AUROC, {what}, as many random heads", float(np.mean(draws)), note=note)
+        )
     middle = (_score(benign, chosen).mean() + _score(attacked, chosen).mean()) / 2
     for what, x in (("false alarms", held[PROBE][0]), ("attacks caught", held[PROBE][1])):
         share = 100 * float((_score(x, chosen) <= middle).mean())

@@ -194,21 +194,20 @@ def water(n: int, seed: int, scrambled: bool = False) -> list[DocumentPrompt]:
 
 
 def test_directions_raise_held_out_mass_and_scrambled_labels_do_not() -> None:
-    model, held_out = reader(), water(8, seed=9)
+    model, held_out = reader(), water(4, seed=9)
     before = gold_mass(model, held_out, "1.1").mean()
 
     def gained(train: list[DocumentPrompt], held: list[DocumentPrompt]) -> float:
-        found = FocusDirections.fit(model, train, "1.1", epochs=20, lr=0.05, factor=1.0)
+        found = FocusDirections.fit(model, train, "1.1", epochs=12, lr=0.1, factor=1.0)
         plain = gold_mass(model, held, "1.1").mean()
         with hl.steer(model, found):
             return float(gold_mass(model, held, "1.1").mean() - plain)
 
     assert 0.05 < before < 0.9
-    right = gained(water(16, seed=1), held_out)
+    right = gained(water(8, seed=1), held_out)
     assert right > 0.05
-    wrong = gained(water(16, seed=1, scrambled=True), held_out)
+    wrong = gained(water(8, seed=1, scrambled=True), held_out)
     assert wrong < 0.2 * right
-    assert gained(water(16, seed=1, scrambled=True), water(8, seed=9, scrambled=True)) < 0.5 * right
 
 
 # -- as a learned method -----------------------------------------------------------------------------------------------

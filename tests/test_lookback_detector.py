@@ -118,10 +118,10 @@ def test_windows_are_bad_where_any_token_is():
 
 
 def test_given_spans_leave_out_what_lies_between_bad_ones():
-    found = np.arange(7, dtype=float).reshape(7, 1, 1)
+    found = (np.arange(7, dtype=float) ** 2).reshape(7, 1, 1)
     spans = spans_of([found], [made([1, 1, 0, 1, 0, 1, 1])], kind="given")
     assert spans.labels.tolist() == [1, 0, 1]
-    np.testing.assert_array_equal(spans.features[:, 0], [0.5, 3, 5.5])
+    np.testing.assert_array_equal(spans.features[:, 0], [0.5, 10, 30.5])
     assert spans_of([found], [made([1] * 7)], kind="given").labels.tolist() == [1]
 
 

@@ -226,9 +226,11 @@ def _folds(
         raise PlanError(
             f"{counts.min()} spans that are {names[counts.argmin()]} are too few for {folds} folds; give more of them"
         )
-    kind = StratifiedKFold if split == "paper" else StratifiedGroupKFold
-    parts = kind(folds, shuffle=True, random_state=seed)
-    for inside, outside in parts.split(labels, labels, documents):
+    grouped = split == "grouped"
+    parts = (StratifiedGroupKFold if grouped else StratifiedKFold)(
+        folds, shuffle=True, random_state=seed
+    )
+    for inside, outside in parts.split(labels, labels, documents if grouped else None):
         if len(np.unique(labels[inside])) < 2:
             raise PlanError(
                 "too few documents have spans of either label to hold some out; give more documents"

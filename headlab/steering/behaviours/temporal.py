@@ -94,7 +94,7 @@ def written(cases: Sequence[Transfer], n_tokens: int = N_TOKENS) -> Behaviour:
 
 def _succeeds(n_tokens: int) -> Measure:
     def measure(model: Model, cases: Sequence[Case]) -> Float[np.ndarray, " case"]:
-        ids = [list(case.prompt) for case in cases]
+        ids = [_ids(model, case.prompt) for case in cases]
         new = model.generate(ids, max_new_tokens=n_tokens)
         with model.plain():
             first = model.generate(ids, max_new_tokens=1)
@@ -105,6 +105,11 @@ def _succeeds(n_tokens: int) -> Measure:
         return np.array(changed, float) * np.array(told, float)
 
     return measure
+
+
+def _ids(model: Model, prompt: str | tuple[int, ...]) -> list[int]:
+    ids: list[int] = model.tokens(prompt if isinstance(prompt, str) else list(prompt))[0].tolist()
+    return ids
 
 
 def _other_time(pair: TimePair) -> Transfer:
