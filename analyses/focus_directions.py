@@ -94,8 +94,9 @@ def run(model: hl.Model, seed: int, n_prompts: int) -> list[Figure]:
                 row["effect"],
                 "positive factors help, large ones hurt" if factor == FACTORS[0] else None,
                 "three models of 3 to 8 billion parameters" if factor == FACTORS[0] else "",
-                note=f"[{row['effect_low']:.3f}, {row['effect_high']:.3f}], q {row['q_value']:.2g}; {said}; beyond both "
-                f"{row['excess']:+.3f} [{row['excess_low']:.3f}, {row['excess_high']:.3f}], q {row['excess_q']:.2g}; "
+                note=f"[{row['effect_low']:.3f}, {row['effect_high']:.3f}], q {row['q_value']:.2g}; {said}; beyond "
+                f"both {row['excess']:+.3f} [{row['excess_low']:.3f}, {row['excess_high']:.3f}], "
+                f"q {row['excess_q']:.2g}; "
                 f"loss on plain text {row['loss_change']:+.3f} nats",
             )
         )

@@ -20,7 +20,7 @@ from headlab.steering.behaviours.needles import needles
 
 #: Whole caches for the key/value heads of so many of the best retrieval heads.
 TOP = (10, 20)
-LENGTH, SINK, RECENT, DRAWS = 512, 4, 64, 3
+LENGTH, SINK, RECENT, DRAWS = 512, 4, 64, 2
 #: StreamingLLM's perplexity of Llama-2-7B with a cache of 4096 without and with four sink tokens.
 PERPLEXITY = "3360 and 9.59"
 

@@ -15,7 +15,8 @@ import numpy as np
 from common import Figure, is_model, main
 
 import headlab as hl
-from headlab.steering import Evaluation, Pasta, evaluate, profile
+from headlab.errors import PromptError
+from headlab.steering import Evaluation, Pasta, evaluate, find_spans, profile
 from headlab.steering.behaviours.marked_context import marked_context
 
 #: The ten best heads of LLaMA-7B on the JSON task, as shipped (QingruZhang/PASTA).
@@ -28,13 +29,11 @@ def run(model: hl.Model, seed: int, n_prompts: int) -> list[Figure]:
     each = min(n_prompts, MOST)
     whole = marked_context(2 * each, seed=seed)
     chosen_on, held_out = (replace(whole, cases=whole.cases[half::2]) for half in (0, 1))
-    if any(
-        len({model.text(model.tokens(text)[0, -1:]) for text in (case.answer, case.foil)}) < 2
-        for case in whole.cases
-    ):
-        return [
-            Figure("PASTA", None, note="not measurable: the model has no tokens for the values")
-        ]
+    try:
+        for case in whole.cases:
+            find_spans(model, model.tokens(case.prompt)[0].tolist(), case.spans)
+    except PromptError as error:
+        return [Figure("PASTA", None, note=f"not measurable: {error}")]
     found = profile(model, Pasta(["-"]), chosen_on, seed=seed)
     n_heads = len(found.frame)
     figures = [

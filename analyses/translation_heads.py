@@ -29,13 +29,13 @@ from headlab.tasks import translations
 PAPER = "Llama 2, Llama 3.2, Gemma 3, Qwen 3"
 SUBTASKS = {"meaning": "translation heads", "language": "language heads"}
 #: Share of heads in %, target language of the steering, strengths tried, draws of each control.
-SHARE, LANGUAGE, STRENGTHS, DRAWS = 1.0, "French", (1.0, 2.0), 3
+SHARE, LANGUAGE, STRENGTHS, DRAWS = 1.0, "French", (1.0, 2.0), 2
 
 
 def run(model: hl.Model, seed: int, n_prompts: int) -> list[Figure]:
     """Heads, ablations and steering."""
     try:
-        items = translations(min(9, n_prompts), half="first", seed=seed)
+        items = translations(min(6, n_prompts), half="first", seed=seed)
         effects = {name: subtask_effects(model, items, name, seed=seed) for name in SUBTASKS}
     except HeadlabError as error:
         return [Figure("translation heads", None, note=f"not measurable: {error}")]

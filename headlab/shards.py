@@ -11,13 +11,14 @@ import io
 import json
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from headlab.errors import OutputError
+from headlab.errors import OutputError, PlanError
 
 #: What a part gives.
 Arrays = Mapping[str, np.ndarray]
@@ -96,6 +97,27 @@ def write_text(path: str | Path, text: str) -> Path:
     except OSError as error:
         raise OutputError(f"cannot write {path}: {error.strerror or error}") from error
     return path
+
+
+@contextmanager
+def reading(path: str | Path, what: str) -> Iterator[None]:
+    """Turn whatever goes wrong while a file is read and taken apart into one sentence.
+
+    Args:
+        path: The file.
+        what: What it should hold, such as ``"effects"``.
+
+    Raises:
+        OutputError: Something went wrong inside.
+    """
+    try:
+        yield
+    except PlanError as error:
+        raise OutputError(f"{path} holds no readable {what}: {error}") from error
+    except RecursionError as error:
+        raise OutputError(f"{path} holds no readable {what}: it is nested too deep") from error
+    except (OSError, ValueError, ArithmeticError, LookupError, TypeError, AttributeError) as error:
+        raise OutputError(f"{path} holds no readable {what}: {error!r:.200}") from error
 
 
 def _read(path: Path) -> dict[str, np.ndarray] | None:

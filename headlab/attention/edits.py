@@ -192,16 +192,18 @@ class BoundEdit:
         return x.index_copy(2, index, new.expand_as(old))
 
     def _on_rows(self, x: Tensor, where: Where) -> Tensor:
-        every = where.heads == tuple(range(x.shape[1]))
-        index = torch.tensor(where.heads, device=x.device)
-        old = x if every else x.index_select(1, index)
+        index = None
+        if where.heads != tuple(range(x.shape[1])):
+            index = torch.tensor(where.heads, device=x.device)
+        old = x if index is None else x.index_select(1, index)
         new = self.operation(old, where).to(x.dtype)
         if self.site == "scores":  # whatever the operation does, a hidden key stays hidden
             new = new.expand_as(old).masked_fill(old == -torch.inf, -torch.inf)
         at = self._acts(where)
         if at is not None:
             new = torch.where(at[:, None, :, None], new, old)
-        return new.expand_as(old) if every else x.index_copy(1, index, new.expand_as(old))
+        new = new.expand_as(old)
+        return new if index is None else x.index_copy(1, index, new)
 
     def _on_bias(self, x: Tensor, where: Where) -> Tensor:
         every = where.heads == tuple(range(x.shape[1]))

@@ -15,7 +15,7 @@ from jaxtyping import Float
 from headlab.arguments import seed_number, whole_number
 from headlab.attention.heads import Head, read_head
 from headlab.errors import HeadError, OutputError, PlanError
-from headlab.shards import write_text
+from headlab.shards import reading, write_text
 from headlab.statistics import bootstrap_interval, sign_flip_p
 
 if TYPE_CHECKING:
@@ -147,7 +147,7 @@ class Effects:
         """
         import pandas as pd
 
-        try:
+        with reading(path, "effects"):
             document = json.loads(Path(path).read_text("utf-8"))
             if document["format"] != _FORMAT:
                 raise OutputError(
@@ -172,10 +172,6 @@ class Effects:
                 None if corrupted is None else np.array(corrupted, float),
                 document["about"],
             )
-        except RecursionError as error:
-            raise OutputError(f"{path} holds no readable effects: it is nested too deep") from error
-        except (OSError, ValueError, ArithmeticError, LookupError, TypeError) as error:
-            raise OutputError(f"{path} holds no readable effects: {error!r:.200}") from error
 
     def __repr__(self) -> str:
         about = ", ".join(

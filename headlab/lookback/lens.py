@@ -18,7 +18,7 @@ from headlab.lookback.detector import Calibrator, Linear
 from headlab.lookback.examples import Example, Tokens, tokenised
 from headlab.lookback.ratios import heads_of, ratios_of
 from headlab.lookback.spans import windows
-from headlab.shards import write_text
+from headlab.shards import reading, write_text
 from headlab.text import shown
 
 if TYPE_CHECKING:
@@ -215,7 +215,7 @@ class Lens:
         """
         import pandas as pd
 
-        try:
+        with reading(path, "lens"):
             document = json.loads(Path(path).read_text("utf-8"))
             if document["format"] != _FORMAT:
                 raise OutputError(
@@ -243,19 +243,6 @@ class Lens:
                 },
                 dict(document["about"]),
             )
-        except PlanError as error:
-            raise OutputError(f"{path} holds no readable lens: {error}") from error
-        except RecursionError as error:
-            raise OutputError(f"{path} holds no readable lens: nested too deep") from error
-        except (
-            OSError,
-            ValueError,
-            ArithmeticError,
-            LookupError,
-            TypeError,
-            AttributeError,
-        ) as error:
-            raise OutputError(f"{path} holds no readable lens: {error!r:.200}") from error
 
     def __repr__(self) -> str:
         figures = self.figures

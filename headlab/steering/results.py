@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Float
 
 from headlab.errors import OutputError, PlanError
-from headlab.shards import write_text
+from headlab.shards import reading, write_text
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -120,7 +120,7 @@ class Evaluation:
         """
         import pandas as pd
 
-        try:
+        with reading(path, "evaluation"):
             document = json.loads(Path(path).read_text("utf-8"))
             if document["format"] != _FORMAT:
                 raise OutputError(f"{path} was written as {document['format']!r:.60}")
@@ -133,10 +133,6 @@ class Evaluation:
                 for name in ("values", "losses")
             )
             return Evaluation(frame, values, losses, dict(document["about"]))
-        except RecursionError as error:
-            raise OutputError(f"{path} holds no readable evaluation: nested too deep") from error
-        except (OSError, ValueError, ArithmeticError, LookupError, TypeError) as error:
-            raise OutputError(f"{path} holds no readable evaluation: {error!r:.200}") from error
 
     def __repr__(self) -> str:
         about = ", ".join(f"{key} {value}" for key, value in self.about.items() if value != "")

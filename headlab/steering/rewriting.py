@@ -17,11 +17,10 @@ def raise_share(
     k: float,
 ) -> Float[Tensor, "batch head query key"]:
     """The share π of the keys inside becomes π^k, in proportion within and without; rows of π = 0 or 1 stay."""
-    total = pattern.sum(-1, keepdim=True)
+    total = pattern.sum(-1, keepdim=True).clamp(min=torch.finfo(pattern.dtype).tiny)
     mass = (pattern * inside).sum(-1, keepdim=True)
-    rest = (pattern * ~inside).sum(-1, keepdim=True)
-    mixed = (mass > 0) & (rest > 0)
-    share = torch.where(mixed, mass / total.where(mixed, 1), 0.5)
+    mixed = (mass > 0) & (mass < total)
+    share = torch.where(mixed, mass / total, 0.5)
     grown = share**k
     factor = torch.where(inside, grown / share, (1 - grown) / (1 - share))
     return torch.where(mixed, pattern * factor, pattern)
