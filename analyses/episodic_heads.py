@@ -15,9 +15,9 @@ import torch
 from common import Figure, is_model, main
 
 import headlab as hl
-from headlab.attention import Edit
+from headlab.attention import Edit, matched_sets
 from headlab.roles.base import Probing
-from headlab.roles.confirmation import matched_sets, next_token_log_probability
+from headlab.roles.confirmation import next_token_log_probability
 from headlab.roles.episodic import DISTANCE, STRICT, Episodic
 from headlab.tasks import prose, prose_windows
 
@@ -79,7 +79,7 @@ def _icl(model: hl.Model, heads: list[hl.Head], seed: int, n: int, gpt2: dict) -
         return []
     probing = Probing(model, seed)
     ids = prose_windows(model.tokenizer, prose(), min(n, 50), LATE + AROUND + 2, seed, probing.bos)
-    others, note = matched_sets(probing, tuple(heads), DRAWS)
+    others, note = matched_sets(model.spec, tuple(heads), DRAWS, seed)
     figures = []
     for what, sets, published in (
         ("intact", [()], -0.323),

@@ -18,8 +18,8 @@ import torch
 from common import Figure, is_model, main
 
 import headlab as hl
+from headlab.attention import matched_sets
 from headlab.attention.heads import Head, parse_heads
-from headlab.attention.matched import matched_sets
 from headlab.errors import HeadlabError
 from headlab.statistics import bootstrap_interval
 from headlab.steering import Case, FunctionVector, indirect_effects, top_heads

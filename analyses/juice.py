@@ -16,8 +16,8 @@ import numpy as np
 from common import Figure, is_model, main
 
 import headlab as hl
+from headlab.attention import matched_sets
 from headlab.attention.heads import Head
-from headlab.attention.matched import matched_sets
 from headlab.errors import HeadlabError
 from headlab.statistics import bootstrap_interval, sign_flip_p
 from headlab.steering import JuICE, JuNE, Method

@@ -13,9 +13,9 @@ from common import Figure, main
 from scipy.stats import spearmanr
 
 import headlab as hl
-from headlab.attention import Head
+from headlab.attention import Head, matched_sets
 from headlab.roles.base import Behaviour, Probing
-from headlab.roles.confirmation import GENERAL, matched_sets
+from headlab.roles.confirmation import GENERAL
 from headlab.roles.positional import Positional
 from headlab.roles.prose_behaviours import FAR_CONTEXT, WORD_ORDER
 
@@ -80,7 +80,7 @@ def _ablated(probing: Probing, ranked: pd.Series, label: str, behaviour: Behavio
     count = max(1, round(TOP * len(ranked)))
     order = ranked.dropna().sort_values(ascending=False).index[:count]
     heads = tuple(sorted(Head(int(layer), int(head)) for layer, head in order))
-    controls, _ = matched_sets(probing, heads, DRAWS)
+    controls, _ = matched_sets(probing.model.spec, heads, DRAWS, probing.seed)
     before = behaviour.measure(probing)
     role = Positional()
     changes = []

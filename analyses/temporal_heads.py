@@ -16,9 +16,9 @@ import torch
 from common import Figure, is_model, main
 
 import headlab as hl
+from headlab.attention import matched_sets
 from headlab.attention.heads import Head, parse_heads
 from headlab.roles.base import Probing
-from headlab.roles.confirmation import matched_sets
 from headlab.roles.temporal import Temporal
 from headlab.tasks import TimePair, TimePrompts, invariant_pairs, temporal_facts, temporal_pairs
 
@@ -102,7 +102,7 @@ def run(model: hl.Model, seed: int, n_prompts: int) -> list[Figure]:
         for name, heads in sets.items():
             chosen = parse_heads(heads, model.spec)
             change = ablated(model, chosen, asked) - intact
-            draws, _ = matched_sets(Probing(model, seed), chosen, CONTROLS)
+            draws, _ = matched_sets(model.spec, chosen, CONTROLS, seed)
             control = np.mean([ablated(model, drawn, asked) for drawn in draws]) - intact
             note = f"{heads}; as many random heads of the same layers: {control:.2g}"
             what = f"{kind} facts without {name}, change in points"

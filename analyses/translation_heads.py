@@ -17,8 +17,8 @@ import numpy as np
 from common import Figure, main
 
 import headlab as hl
+from headlab.attention import matched_sets
 from headlab.attention.heads import Head
-from headlab.attention.matched import matched_sets
 from headlab.errors import HeadlabError
 from headlab.statistics import bootstrap_interval, sign_flip_p
 from headlab.steering import subtask_effects, subtask_vectors, top_heads
@@ -48,7 +48,8 @@ def run(model: hl.Model, seed: int, n_prompts: int) -> list[Figure]:
         note = (
             f"{head_names(heads[name])}; the best restores {best['effect']:.2g} nats per token, 95 % "
             f"{best['ci_low']:.2g}–{best['ci_high']:.2g}, q = {best['q_value']:.2g}, of a loss of "
-            f"{np.mean(table.clean - table.baseline):.2g}; n = {len(items)}"
+            f"{np.mean(table.clean - table.baseline):.2g}; n = {len(items)}, "
+            f"so that no p is below {2.0 ** (1 - len(items)):.2g}"
         )
         figures.append(Figure(f"{SUBTASKS[name]}: heads with q < 0.05", _claimed(table), note=note))
     both = set(heads["meaning"]) & set(heads["language"])

@@ -277,7 +277,7 @@ class Model:
         edits: Sequence[BoundEdit] = (),
         *,
         length: int | None = None,
-        prompt: int | None = None,
+        prompt: int | Sequence[int] | None = None,
         last: bool = False,
         **arguments: Any,
     ) -> Any:
@@ -287,18 +287,23 @@ class Model:
             ids: Token ids, without padding.
             edits: Bound edits, on top of those in force.
             length: Length of each row's whole prompt, where a cache in ``arguments`` holds its beginning.
-            prompt: Tokens of each row that are its prompt, where the others are to count as generated.
+            prompt: Tokens of each row that are its prompt, where the others are to count as generated; one number, or
+                one per row.
             last: Whether the logits of the last position suffice.
             arguments: Further arguments of the module.
         """
-        n_prompt = length or prompt or ids.shape[1]
-        lengths = torch.full((len(ids),), n_prompt, device=ids.device)
+        n_prompt = torch.as_tensor(length or prompt or ids.shape[1], device=ids.device)
+        lengths = n_prompt.expand(len(ids))
         if last and "logits_to_keep" in signature(self.module.forward).parameters:
             arguments["logits_to_keep"] = 1
         if not hasattr(self.module.config, "use_cache"):
             arguments.pop("use_cache", None)
         editing = self._session.editing(edits) if edits else nullcontext()
-        whole = ids[:, :n_prompt] if length is None else None
+        whole = None
+        if length is None:
+            whole = ids[:, : int(lengths.max())]
+            beyond = torch.arange(whole.shape[1], device=ids.device) >= lengths[:, None]
+            whole = whole.masked_fill(beyond, -1)
         with torch.no_grad(), editing, self._session.running(lengths, ids=whole):
             return self.module(input_ids=ids, **arguments)
 
@@ -345,6 +350,12 @@ class Model:
                 f"max_new_tokens={max_new_tokens!r} must be a whole number of at least 1"
             )
         ids = self.tokens(prompt)
+        copies = options.pop("num_return_sequences", 1)
+        if not is_whole(copies) or copies < 1:
+            raise PlanError(f"num_return_sequences={copies!r} must be a whole number of at least 1")
+        ids = ids.repeat_interleave(
+            copies, 0
+        )  # each copy is a prompt: capture and edits know of it
         self._check_room(ids, max_new_tokens)
         plan = keep if isinstance(keep, Sequence) else [keep]
         encoder_lengths, lengths, prompts = None, lengths_of(ids), {"ids": ids}

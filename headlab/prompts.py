@@ -12,6 +12,7 @@ from torch import Tensor
 
 from headlab.errors import PromptError
 from headlab.models import ModelSpec
+from headlab.text import is_text, shown
 
 #: Text, token ids, or a batch of either; a LongTensor [batch, position] holds −1 beyond a prompt's end.
 Prompt: TypeAlias = "str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]] | Tensor"
@@ -94,6 +95,8 @@ class Prompts:
     def _text_ids(self, text: str) -> list[int]:
         if not text.strip():
             raise PromptError("the text is empty; give at least one word")
+        if not is_text(text):
+            raise PromptError(f"the text {shown(text)} holds half a character (a lone surrogate)")
         return list(self.tokenizer(text, verbose=False)["input_ids"])
 
     def decode(self, ids: Tensor | Sequence[int], *, special: bool = True) -> str:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from safetensors import SafetensorError
 
 from headlab.errors import OutputError, PlanError
 
@@ -116,7 +117,15 @@ def reading(path: str | Path, what: str) -> Iterator[None]:
         raise OutputError(f"{path} holds no readable {what}: {error}") from error
     except RecursionError as error:
         raise OutputError(f"{path} holds no readable {what}: it is nested too deep") from error
-    except (OSError, ValueError, ArithmeticError, LookupError, TypeError, AttributeError) as error:
+    except (
+        OSError,
+        ValueError,
+        ArithmeticError,
+        LookupError,
+        TypeError,
+        AttributeError,
+        SafetensorError,
+    ) as error:
         raise OutputError(f"{path} holds no readable {what}: {error!r:.200}") from error
 
 

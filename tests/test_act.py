@@ -128,7 +128,7 @@ def test_fit_keeps_the_heads_that_help() -> None:
         return model.logits(rows)[:, -1, 7].numpy()
 
     behaviour = Behaviour("token 7", "its logit", cases, measure)
-    tried = [(layer, head) for layer in range(2) for head in range(6)]
+    tried = [(1, head) for head in range(6)]
     before = measure(both.model, cases)
     better = []
     for layer, head in tried:
@@ -136,11 +136,11 @@ def test_fit_keeps_the_heads_that_help() -> None:
             if float((measure(both.model, cases) - before).mean()) > 0:
                 better.append((layer, head))
     assert 0 < len(better) < len(tried)
-    fitted = ACT.fit(both.model, behaviour, heads="*.*", beta=BETA, threshold=THRESHOLD)
+    fitted = ACT.fit(both.model, behaviour, heads="1.*", beta=BETA, threshold=THRESHOLD)
     assert [tuple(head) for head in fitted.heads] == better
     nothing = Behaviour("nothing", "0", cases, lambda model, given: [0.0] * len(given))
-    with pytest.raises(PlanError, match="none of 12 heads"):
-        ACT.fit(both.model, nothing, heads="*.*")
+    with pytest.raises(PlanError, match="none of 6 heads"):
+        ACT.fit(both.model, nothing, heads="1.*")
 
 
 def test_what_is_no_calibration_is_refused(lab: Callable[..., Any]) -> None:

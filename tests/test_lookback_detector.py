@@ -76,8 +76,19 @@ def test_shuffled_labels_go_from_document_to_document():
         assert dealt.sum() == labels.sum()
         assert all(len(set(dealt[documents == one])) == 1 for one in range(10))
     uneven, mixed = np.array([0, 0, 1, 1, 1, 1]), np.array([1, 0, 1, 1, 1, 0])
-    swapped = next(x for x in shuffled_labels(mixed, uneven, 20, 0) if x.tolist() != mixed.tolist())
-    assert swapped.tolist() == [1, 0, 1, 1, 0, 0]  # the second and fourth; each twice
+    turned = {tuple(x) for x in shuffled_labels(mixed, uneven, 60, 0)}
+    # The second and fourth of the long one, or its third and first; each of the short one's twice, from either on.
+    swapped = {(1, 0, 1, 1, 0, 0), (0, 1, 1, 1, 0, 0), (1, 1, 1, 1, 0, 0), (1, 0, 0, 0, 1, 1)}
+    assert swapped & turned
+
+
+def test_an_order_that_documents_share_does_not_survive():
+    documents = np.repeat(np.arange(12), 8)
+    labels = np.tile([1, 1, 1, 1, 0, 0, 0, 0], 12)  # the right answer first, then the wrong one
+    draws = np.stack(list(shuffled_labels(labels, documents, 200, seed=0)))
+    assert draws.mean(0) == pytest.approx(0.5, abs=0.08)
+    null = [float(auroc(labels.astype(float), dealt)) for dealt in draws]
+    assert np.mean(null) == pytest.approx(0.5, abs=0.05)
 
 
 def test_heads_of_meaningless_labels_have_even_p_values():

@@ -146,6 +146,23 @@ def test_translating_is_measured_whole_and_in_halves(bare: bool) -> None:
             assert value == pytest.approx(expected, abs=1e-5)
 
 
+def test_steering_acts_where_the_answer_is_predicted_and_not_before() -> None:
+    this = pair("llama")
+    method = subtask_vectors(this.model, ITEMS, "language", "0.1, 1.2", factor=3.0)
+    values = translation(ITEMS).values(this.model, method)
+    for value, item in zip(values, ITEMS, strict=True):
+        start = len(ids_of(this, item.prompt))
+
+        def push(z: Tensor, layer: int, start: int = start) -> Tensor:
+            z = z.clone()
+            z[:, start - 1 :, (1, 2)[layer]] += 3 * method.vectors[layer].double()
+            return z
+
+        steered = told(this, item.prompt, item.answer, z=push)
+        assert value == pytest.approx(steered, abs=1e-5)
+        assert abs(steered - told(this, item.prompt, item.answer)) > 1e-3
+
+
 def test_a_bare_sentence_is_followed_by_a_line_break_and_no_space() -> None:
     (item,) = translations(1, language="French")
     (case,) = translation([item], "meaning", bare=True).cases

@@ -231,7 +231,7 @@ class Sweep:
 
     def _first_position(self, edits: Sequence[BoundEdit]) -> int:
         """Positions before this one stay as they are, in every prompt."""
-        if not (self._causal and self._last):
+        if not self._causal:
             return 0
         shortest = int(self.lengths.min())
         first = shortest - 1
@@ -306,8 +306,17 @@ class Sweep:
                 last=self._last,
                 **cached,
             )
-        values = self.metric.measure(self._logits(output), group.repeat(times))
-        return values.reshape(times, -1)
+        logits = self._logits(output)
+        if self._last or not position:
+            return self.metric.measure(logits, group.repeat(times)).reshape(times, -1)
+        # Where every position counts, those before are the clean run's; put together one variant at a time, for memory.
+        before = clean.logits[:, :position]
+        return np.stack(
+            [
+                self.metric.measure(torch.cat([before, part], 1), group)
+                for part in logits.split(len(group))
+            ]
+        )
 
     def _clean_run(self, ids: Tensor) -> _Clean:
         """A clean run that keeps every block's output."""

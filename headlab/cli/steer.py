@@ -36,8 +36,11 @@ class Steering:
         None
     )
     task: Annotated[
-        str, typer.Option(help="Relation between words, for methods that learn a task.")
-    ] = "antonym"
+        Text,
+        typer.Option(
+            help="Relation between words, for methods that learn a task; antonym by default."
+        ),
+    ] = None
     strength: Annotated[Number, typer.Option(help="How strongly, in the method's own units.")] = (
         None
     )
@@ -173,7 +176,7 @@ def _made(
         model,
         steering.heads,
         spans,
-        steering.task,
+        steering.task or "antonym",
         cases,
         steering.seed,
         tell,  # type: ignore[arg-type]
@@ -194,6 +197,8 @@ def _made(
         if method.name not in RECIPES:
             raise PlanError(f"{method.name} has no behaviour of its own; name one with --eval")
         name = RECIPES[method.name].behaviour
+    if steering.load is not None and name == "zero_shot" and steering.task is None:
+        raise PlanError("the file does not say which task it was learned from; name it with --task")
     return method, behaviour(name, setting)
 
 

@@ -228,7 +228,7 @@ def _folds(
         )
     grouped = split == "grouped"
     parts = (StratifiedGroupKFold if grouped else StratifiedKFold)(
-        folds, shuffle=True, random_state=seed
+        folds, shuffle=True, random_state=seed % 2**32
     )
     for inside, outside in parts.split(labels, labels, documents if grouped else None):
         if len(np.unique(labels[inside])) < 2:

@@ -240,6 +240,8 @@ def _response(
         encoded = model.tokenizer(
             response, add_special_tokens=False, return_offsets_mapping=True, verbose=False
         )
+        if not encoded["input_ids"]:
+            raise PromptError(f"the response {shown(response)} has no tokens")
         return list(encoded["input_ids"]), list(encoded["offset_mapping"])
     if not isinstance(response, str | Sequence | Tensor):
         raise PromptError(f"a response is text or token ids, not {shown(response)}")

@@ -87,6 +87,11 @@ def generate(
     import pandas as pd
 
     lens.check_model(model)
+    if model.edited:
+        raise PlanError(
+            "guided decoding runs every chunk as a new prompt, so edits and methods of steering would act at other "
+            "tokens than in generation; end their block first"
+        )
     chunk, n_candidates = count(chunk, "chunk"), count(n_candidates, "n_candidates")
     most = count(max_new_tokens, "max_new_tokens")
     if not 0 < finite_number(top_p, "top_p") <= 1:

@@ -25,7 +25,7 @@ from torch import Tensor
 from headlab.arguments import count
 from headlab.attention import keep
 from headlab.attention.keep import KeepStatistics, Queries, SpanLike
-from headlab.errors import PlanError
+from headlab.errors import PlanError, UnsupportedError
 from headlab.lookback.examples import Example, Tokens, all_tokenised
 
 if TYPE_CHECKING:
@@ -89,7 +89,13 @@ def heads_of(model: Model) -> int:
 
     Raises:
         PlanError: The layers have different numbers of them.
+        UnsupportedError: The model is no decoder.
     """
+    if not all(layer.stack == "decoder" and layer.causal for layer in model.spec.layers):
+        raise UnsupportedError(
+            f"{model.name} ({model.spec.family}) is no decoder, and a lookback ratio is of rows that see only "
+            "what comes before them"
+        )
     heads = {layer.n_heads for layer in model.spec.layers}
     if len(heads) > 1:
         raise PlanError(

@@ -113,8 +113,9 @@ def shuffled_labels(
 ) -> Iterator[Int[np.ndarray, " span"]]:
     """Labels dealt out anew by document, several times.
 
-    Each document takes the labels of another one, which are stretched or shortened to its own number of spans: labels
-    that came together stay together, since breaking them up would make the null too narrow.
+    Each document takes the labels of another one, stretched or shortened to its own number of spans and begun at a
+    random place, round their end: labels that came together stay together, since breaking them up would make the null
+    too narrow, and an order that all documents share, such as the right answer first, does not survive.
     """
     rng = np.random.default_rng(seed)
     places = np.argsort(documents, kind="stable")
@@ -123,9 +124,11 @@ def shuffled_labels(
     starts = sizes.cumsum() - sizes
     within = 2 * (np.arange(len(labels)) - starts[numbers]) + 1
     for _ in range(draws):
-        other = rng.permutation(len(sizes))[numbers]
+        others = rng.permutation(len(sizes))
+        other, begun = others[numbers], rng.integers(sizes[others])[numbers]
         # The middle of each span falls on one of the other document's.
-        theirs = starts[other] + within * sizes[other] // (2 * sizes[numbers])
+        at = within * sizes[other] // (2 * sizes[numbers])
+        theirs = starts[other] + (at + begun) % sizes[other]
         dealt = np.empty_like(labels)
         dealt[places] = labels[places[theirs]]
         yield dealt

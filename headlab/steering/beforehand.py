@@ -33,13 +33,13 @@ class Beforehand(Generic[T]):
         look: Finds it, given token ids [batch, position], −1 beyond the prompts' ends; no method is in force.
 
     Raises:
-        UnsupportedError: The model has an encoder and a decoder.
+        UnsupportedError: The model is no decoder.
     """
 
     def __init__(
         self, model: Model, name: str, look: Callable[[Int[Tensor, "batch position"]], T]
     ) -> None:
-        if model.module.config.is_encoder_decoder:
+        if not all(layer.stack == "decoder" and layer.causal for layer in model.spec.layers):
             raise UnsupportedError(
                 f"{name} looks at a prompt before it is run, which is for decoder-only models; {model.name} is none"
             )

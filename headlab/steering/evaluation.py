@@ -24,12 +24,13 @@ from jaxtyping import Float
 
 from headlab.arguments import count, finite_number, seed_number
 from headlab.attention import matched_sets, parse_heads
-from headlab.errors import PlanError, PromptError
+from headlab.errors import PlanError, PromptError, UnsupportedError
 from headlab.statistics import bootstrap_interval, corrected, sign_flip_p
 from headlab.steering.base import Method, steer
 from headlab.steering.marks import Span
 from headlab.steering.results import COLUMNS, METHOD, UNSTEERED, Evaluation
 from headlab.tasks import prose, prose_windows
+from headlab.text import shown
 
 if TYPE_CHECKING:
     from headlab.model import Model
@@ -89,6 +90,11 @@ class Behaviour:
             cases = self.cases[start : start + self.batch]
             with _steered(model, method, [list(case.spans) for case in cases]):
                 values = np.asarray(self.measure(model, cases), np.float64)
+            if values.shape == (len(cases),) and np.isnan(values).any():
+                at = start + int(np.isnan(values).argmax())
+                raise PlanError(
+                    f"behaviour {self.name!r} gave NaN for case {at}; leave that case out"
+                )
             if values.shape != (len(cases),):
                 raise PlanError(
                     f"behaviour {self.name!r} gave an array of shape {list(values.shape)} for {len(cases)} cases"
@@ -126,6 +132,14 @@ def evaluate(
         PlanError: There are no cases or strengths, or the method does not fit the model.
         PromptError: A span is not in its prompt.
     """
+    if not isinstance(method, Method) or not isinstance(behaviour, Behaviour):
+        raise PlanError(
+            f"evaluate takes a method and a behaviour, not {shown(method)} and {shown(behaviour)}"
+        )
+    if model.module.config.is_encoder_decoder:
+        raise UnsupportedError(
+            f"{model.name} has an encoder and a decoder; evaluation is for models of one stack"
+        )
     seed_number(seed)
     n_controls = count(n_controls, "n_controls", least=0)
     n_texts = count(n_texts, "n_texts", least=2)
@@ -133,7 +147,10 @@ def evaluate(
         raise PlanError(
             f"behaviour {behaviour.name!r} has too few cases to compare; give 2 or more"
         )
-    sweep = [finite_number(x, "strengths") for x in (strengths or method.strengths)]
+    given = method.strengths if strengths is None else strengths
+    if not np.iterable(given) or not len(given):
+        raise PlanError(f"strengths={shown(strengths)} must be numbers, one or more")
+    sweep = [finite_number(x, "strengths") for x in given]
     measured = _Measured(model, behaviour, _texts(model, n_texts, seed))
     measured.add(UNSTEERED, math.nan, [None], tell)
     note = ""
@@ -225,8 +242,9 @@ class _Measured:
 def _steered(model: Model, method: Method | None, spans: list[list[Span]]) -> Any:
     if method is None:
         return nullcontext()
-    marked = method.marking(spans) if all(spans) else method
-    return steer(model, marked)
+    if any(spans) and not all(spans):
+        raise PlanError("some cases mark text and others do not; give every case spans, or none")
+    return steer(model, method.marking(spans) if any(spans) else method)
 
 
 def _controls(

@@ -59,6 +59,7 @@ class FocusDirections(Learned):
     factor: float = 0.2
 
     name: ClassVar[str] = "focus"
+    sizes: ClassVar[dict[str, tuple[str, ...]]] = {"directions": ("trained", "d_head")}
     strength_field: ClassVar[str] = "factor"
     strengths: ClassVar[tuple[float, ...]] = (0.1, 0.2, 0.5, 1.0)
 

@@ -58,6 +58,7 @@ class FunctionVector(Learned):
     rows: Rows = "prompt_end"
 
     name: ClassVar[str] = "function_vector"
+    sizes: ClassVar[dict[str, tuple[str, ...]]] = {"vector": ("d_model",)}
     strength_field: ClassVar[str] = "factor"
     strengths: ClassVar[tuple[float, ...]] = (1.0, 2.0, 4.0)
 

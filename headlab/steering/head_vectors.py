@@ -41,6 +41,7 @@ class HeadVectors(Learned):
     rows: Rows = "from_end"
 
     name: ClassVar[str] = "head_vectors"
+    sizes: ClassVar[dict[str, tuple[str, ...]]] = {"vectors": ("heads", "d_value")}
     strength_field: ClassVar[str] = "factor"
     strengths: ClassVar[tuple[float, ...]] = (1.0, 2.0, 4.0)
 

@@ -126,14 +126,21 @@ class JuICE(JuNE):
 
     @contextmanager
     def apply(self, model: Model) -> Iterator[Model]:
-        """Put it in force until the block ends."""
+        """Put it in force until the block ends.
+
+        Raises:
+            PlanError: JuICE is in force already: one run before each pass is all there is.
+        """
         factors = self.factors(model)
+        if any(getattr(edit.operation, "juice", False) for edit in model.edits):
+            raise PlanError("JuICE is in force already; put all heads into the lists of one")
         first = _FirstRun(model, tuple(factors))
 
         def add(z: Tensor, where: Where) -> Tensor:
             factor = torch.tensor([factors[Head(where.layer, head)] for head in where.heads])
             return z + factor.to(z)[:, None] * first.z(where).to(z)
 
+        add.juice = True  # type: ignore[attr-defined]  # how a second one knows of the first
         with model.edit(apply(tuple(factors), add, "z")), first.watching():
             yield model
 

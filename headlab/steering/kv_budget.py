@@ -24,7 +24,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from headlab.arguments import finite_number, is_finite, seed_number, whole_number
+from headlab.arguments import count, finite_number, is_finite, seed_number
 from headlab.attention import Edit, Head, HeadsLike, Where, apply, parse_heads
 from headlab.errors import PlanError
 from headlab.models import LayerSpec
@@ -59,8 +59,8 @@ class KVBudget(Method):
     strengths: ClassVar[tuple[float, ...]] = (256, 64, 16)
 
     def __post_init__(self) -> None:
-        whole_number(self.sink, "sink")
-        whole_number(self.recent, "recent", least=1)
+        count(self.sink, "sink", least=0, most=2**31)
+        count(self.recent, "recent", most=2**31)
 
     def at(self, strength: float) -> Self:
         """The same with so many recent tokens.
@@ -120,7 +120,7 @@ class KVBudget(Method):
             HeadError: A head does not exist.
             PlanError: The model is no decoder, or ``n_tokens`` is no whole number.
         """
-        whole_number(n_tokens, "n_tokens")
+        count(n_tokens, "n_tokens", least=0, most=2**31)
         whole = self.whole_groups(model)
         return sum(
             self._kept(layer, (at, group) in whole, n_tokens)

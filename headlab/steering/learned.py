@@ -5,14 +5,16 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from headlab.attention import Head, HeadsLike, parse_heads
+from headlab.arguments import finite_number, is_integer
+from headlab.attention import Head, HeadsLike, parse_heads, read_head
 from headlab.errors import OutputError, PlanError
+from headlab.shards import reading
 from headlab.steering.base import Method
 
 if TYPE_CHECKING:
@@ -32,6 +34,10 @@ class Learned(Method):
 
     heads: str
     shape: tuple[int, int, int, int]
+
+    #: Sizes of each tensor, last axis last: ``layers``, ``n_heads``, ``heads`` (those it acts on, in their order),
+    #: ``d_head``, ``d_value``, ``d_model``, or the name of a field of heads.
+    sizes: ClassVar[dict[str, tuple[str, ...]]] = {}
 
     def on(self, heads: HeadsLike) -> Self:
         """Refused: what was learned belongs to the heads it was learned at.
@@ -58,7 +64,37 @@ class Learned(Method):
                 f"{self.name} was learned from a model of {ours}, and {model.name} has {theirs}; fit it on "
                 "this model"
             )
-        return parse_heads(self.heads, model.spec)
+        finite_number(self.strength, self.strength_field)
+        heads = parse_heads(self.heads, model.spec)
+        for name, axes in self.sizes.items():
+            self._check_tensor(model, name, axes, heads)
+        return heads
+
+    def _check_tensor(
+        self, model: Model, name: str, axes: tuple[str, ...], heads: tuple[Head, ...]
+    ) -> None:
+        """Refuse a tensor of other sizes, or with NaN or infinity in it."""
+        known = dict(zip(("layers", "n_heads", "d_head", "d_model"), self.shape, strict=True))
+        known["d_value"] = model.spec.layers[heads[0].layer].d_value
+        wanted = []
+        for axis in axes:
+            if axis in known:
+                wanted.append(known[axis])
+                continue
+            text = getattr(self, axis)
+            rows = parse_heads(text, model.spec)
+            if "*" not in text and list(rows) != [read_head(part) for part in text.split(",")]:
+                raise PlanError(
+                    f"{self.name} has {axis} {text!r:.60}, out of order; its rows belong to {head_names(rows)!r:.60}"
+                )
+            wanted.append(len(rows))
+        tensor = getattr(self, name)
+        fine = isinstance(tensor, Tensor) and tensor.is_floating_point()
+        if not fine or list(tensor.shape[-len(wanted) :]) != wanted:
+            found = list(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__
+            raise PlanError(f"{name} of {self.name} must be numbers of shape {wanted}, not {found}")
+        if not bool(tensor.isfinite().all()):
+            raise PlanError(f"{name} of {self.name} holds NaN or infinity")
 
     def save(self, path: str | Path) -> Path:
         """Write it to a ``.safetensors`` file, whole or not at all.
@@ -88,7 +124,7 @@ def load(path: str | Path) -> Learned:
     Raises:
         OutputError: The file holds no steering method.
     """
-    try:
+    with reading(path, "steering method"):
         with safe_open(str(path), "pt") as file:
             about = file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
@@ -101,10 +137,13 @@ def load(path: str | Path) -> Learned:
             key: tuple(x) if isinstance(x, list) else x
             for key, x in json.loads(about["settings"]).items()
         }
+        shape = settings.get("shape")
+        if not isinstance(shape, tuple) or len(shape) != 4 or not all(map(is_integer, shape)):
+            raise OutputError(f"{path} tells no shape of a model")
+        if not isinstance(settings.get("heads"), str):
+            raise OutputError(f"{path} names no heads")
         found: Learned = method(**settings, **tensors)
         return found
-    except (OSError, SafetensorError, ValueError, LookupError, TypeError, PlanError) as error:
-        raise OutputError(f"{path} holds no readable steering method: {error!r:.200}") from error
 
 
 def shape_of(model: Model) -> tuple[int, int, int, int]:

@@ -21,7 +21,7 @@ from headlab.text import shown
 if TYPE_CHECKING:
     from headlab.model import Model
 
-#: Text that stands in the prompt, every time it does, or positions [start, stop).
+#: Text that stands in the prompt, every time it does (within words too), or positions [start, stop).
 Span: TypeAlias = "str | tuple[int, int]"
 #: Spans of every prompt, or a list of them for each prompt of a batch.
 SpansLike: TypeAlias = "Sequence[Span] | Sequence[Sequence[Span]]"

@@ -67,16 +67,21 @@ def first_token_correct() -> Measure:
 
 
 def answer_log_probability() -> Measure:
-    """Log-probability of the whole answer after the prompt, in nats per token."""
+    """Log-probability of the whole answer after the prompt, in nats per token.
+
+    The answer counts as generated, so that a method that steers from the prompt's end on acts on all of it.
+    """
 
     def measure(model: Model, cases: Sequence[Case]) -> Float[np.ndarray, " case"]:
         prompts = [model.tokens(_prompt(case))[0].tolist() for case in cases]
         answers = [_answer_ids(model, case.answer) for case in cases]
         width = max(len(p) + len(a) for p, a in zip(prompts, answers, strict=True))
-        ids = torch.full((len(cases), width), -1)
+        # What stands behind an answer changes nothing before it, so any token will do there.
+        ids = torch.zeros((len(cases), width), dtype=torch.long)
         for row, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
             ids[row, : len(prompt) + len(answer)] = torch.tensor(prompt + answer)
-        logits = model.logits(ids)
+        starts = [len(prompt) for prompt in prompts]
+        logits = model.forward(ids.to(model.device), prompt=starts, use_cache=False).logits
         found = []
         for row, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
             at = slice(len(prompt) - 1, len(prompt) + len(answer) - 1)

@@ -37,8 +37,8 @@ class Profile:
 
     Attributes:
         frame: One row per head: ``layer``, ``head``, ``effect`` (mean change of the behaviour over ``n`` cases), its
-            95 % interval ``low`` and ``high``, the two-sided ``p_value`` (signs of cases flipped), and ``q_value`` corrected
-            over the heads (Benjamini and Hochberg 1995).
+            95 % interval ``low`` and ``high``, the two-sided ``p_value`` (signs of cases flipped), and ``q_value``
+            corrected over the heads (Benjamini and Hochberg 1995).
         effects: Change of every case, [head, case], in the frame's order.
         about: Model, method, strength, behaviour and seed.
     """

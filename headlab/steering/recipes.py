@@ -128,7 +128,7 @@ def _focus(setting: Setting) -> Method:
         best = np.argsort(-gold_mass(setting.model, examples).mean(0), kind="stable")
         heads = tuple(every[at] for at in best[:_CONTEXTUAL])
     return FocusDirections.fit(
-        setting.model, examples, heads, lr=0.03, seed=setting.seed, tell=setting.tell
+        setting.model, examples, heads, factor=1.0, seed=setting.seed, tell=setting.tell
     )
 
 

@@ -19,7 +19,9 @@ def raise_share(
     """The share π of the keys inside becomes π^k, in proportion within and without; rows of π = 0 or 1 stay."""
     total = pattern.sum(-1, keepdim=True).clamp(min=torch.finfo(pattern.dtype).tiny)
     mass = (pattern * inside).sum(-1, keepdim=True)
-    mixed = (mass > 0) & (mass < total)
+    # A mass too small to divide by counts as none.
+    least = torch.finfo(pattern.dtype).eps ** 2
+    mixed = (mass > least) & (total - mass > least)
     share = torch.where(mixed, mass / total, 0.5)
     grown = share**k
     factor = torch.where(inside, grown / share, (1 - grown) / (1 - share))
@@ -38,7 +40,7 @@ def move(
     """
     freed = (1 - kept) * (pattern * source).sum(-1, keepdim=True)
     own = (pattern * target).sum(-1, keepdim=True)
-    able = own > 0
+    able = own > torch.finfo(pattern.dtype).eps ** 2  # less is too small to divide by
     factor = torch.where(source, kept, 1.0).to(pattern) + target * (freed / own.where(able, 1))
     return torch.where(able, pattern * factor, pattern)
 
@@ -57,7 +59,7 @@ def set_shares(
     member = groups.to(pattern)
     mass = torch.einsum("bhqk,bgk->bhqg", pattern, member)
     real = (size > 0)[:, None, None]
-    able = ((mass > 0) | ~real).all(-1, keepdim=True)
+    able = ((mass > torch.finfo(pattern.dtype).eps ** 2) | ~real).all(-1, keepdim=True)
     wanted = (weights.to(pattern) * size)[
         :, None, None
     ]  # w_g · n_g, the mass that the mean asks for

@@ -51,6 +51,10 @@ class TaskVectors(Learned):
     rows: Rows = "prompt_end"
 
     name: ClassVar[str] = "task_vectors"
+    sizes: ClassVar[dict[str, tuple[str, ...]]] = {
+        "weights": ("layers", "n_heads"),
+        "outputs": ("layers", "n_heads", "d_model"),
+    }
     strength_field: ClassVar[str] = "factor"
     strengths: ClassVar[tuple[float, ...]] = (0.5, 1.0)
 

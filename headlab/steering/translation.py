@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
-import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from headlab.arguments import seed_number
@@ -65,23 +65,27 @@ def subtask_effects(
     """
     seed_number(seed)
     changed = _changed(items, subtask)
-    answers = [model.tokenizer(i.answer, add_special_tokens=False)["input_ids"] for i in items]
-    clean, starts = _with_answers(model, [item.prompt for item in items], answers)
-    corrupted, begun = _with_answers(model, changed, answers)
     chosen = parse_heads(heads, model.spec)
-    longest = max(map(len, answers))
-    values = _kept(model, clean, starts, longest, sorted({head.layer for head in chosen}))
-    variants = [[_restored(head, values, begun, longest)] for head in chosen]
-    told = -np.asarray(Sweep(model, clean, metrics.loss(start=starts)).clean)
-    sweep = Sweep(model, corrupted, metrics.loss(start=begun), tell=tell)
+    values, plain, told = [], [], []
+    for at, item in enumerate(items):
+        answer = model.tokenizer(item.answer, add_special_tokens=False)["input_ids"]
+        clean, start = _with_answer(model, item.prompt, answer)
+        corrupted, begun = _with_answer(model, changed[at], answer)
+        z = _kept(model, clean, start, sorted({head.layer for head in chosen}))
+        tell(f"translation {at + 1} of {len(items)}")
+        # One by one, so that nothing before the answer is computed again for each head.
+        sweep = Sweep(model, [corrupted], metrics.loss(start=begun))
+        values.append(sweep.run([_restored(head, z[head.layer], begun) for head in chosen]))
+        plain.append(sweep.clean)
+        told.append(Sweep(model, [clean], metrics.loss(start=start)).clean)
+    found, baseline, whole = -np.hstack(values), -np.hstack(plain), -np.hstack(told)
     keys = [{"layer": head.layer, "head": head.head, "site": "z"} for head in chosen]
     about = {
         "measure": f"{subtask} restored (after Lasnier et al. 2026)",
         "metric": "log-probability of the answer, nats per token",
         "seed": seed,
     }
-    found = -np.asarray(sweep.run(variants))
-    return effects_of(keys, found, -np.asarray(sweep.clean), told, None, about, seed)
+    return effects_of(keys, found, baseline, whole, None, about, seed)
 
 
 def subtask_vectors(
@@ -112,47 +116,29 @@ def _changed(items: Sequence[Translation], subtask: Subtask) -> list[str]:
     return [getattr(item, name) for item in items]
 
 
-def _with_answers(
-    model: Model, prompts: Sequence[str], answers: Sequence[Sequence[int]]
-) -> tuple[list[list[int]], list[int]]:
-    """Prompts with their answers behind them, and where those begin."""
-    rows = [model.tokens(prompt)[0].tolist() for prompt in prompts]
-    whole = [[*row, *answer] for row, answer in zip(rows, answers, strict=True)]
-    return whole, [len(row) for row in rows]
+def _with_answer(model: Model, prompt: str, answer: Sequence[int]) -> tuple[list[int], int]:
+    """A prompt with its answer behind it, and where that begins."""
+    ids = model.tokens(prompt)[0].tolist()
+    return [*ids, *answer], len(ids)
 
 
 def _kept(
-    model: Model,
-    ids: Sequence[Sequence[int]],
-    starts: Sequence[int],
-    longest: int,
-    layers: list[int],
-) -> dict[int, Tensor]:
-    """z at the positions that predict the answers, per layer [prompt, answer token, head, d_value]."""
-    found: dict[int, list[Tensor]] = {layer: [] for layer in layers}
+    model: Model, ids: Sequence[int], start: int, layers: list[int]
+) -> dict[int, Float[Tensor, "1 position head d_value"]]:
+    """z at the positions that predict the answer, by layer."""
+    places = list(range(start - 1, len(ids) - 1))
     with model.plain():
-        for row, start in zip(ids, starts, strict=True):
-            places = list(range(start - 1, len(row) - 1))
-            kept = keep.tensors("z", layers=layers, positions=places)
-            trace = model.trace(list(row), keep=[kept], logits="none")
-            for layer in layers:
-                z = trace.tensor("z", layer)[0].cpu()
-                beyond = z.new_zeros(longest - len(z), *z.shape[1:])
-                found[layer].append(torch.cat([z, beyond]))
-    return {layer: torch.stack(rows) for layer, rows in found.items()}
+        kept = keep.tensors("z", layers=layers, positions=places)
+        trace = model.trace(list(ids), keep=[kept], logits="none")
+    return {layer: trace.tensor("z", layer) for layer in layers}
 
 
-def _restored(head: Head, values: dict[int, Tensor], starts: Sequence[int], longest: int) -> Edit:
-    """z of a head put in at the positions that predict the answer; those before keep what they have."""
-    own = values[head.layer][:, :, [head.head]]
-    first = torch.tensor(starts) - 1
+def _restored(head: Head, z: Float[Tensor, "1 position head d_value"], start: int) -> Edit:
+    """z of a head put in at the positions that predict the answer."""
+    own, n = z[:, :, [head.head]], z.shape[1]
 
-    def put(z: Tensor, where: Where) -> Tensor:
-        positions = where.positions
-        at = positions - where.rows_of(first).to(positions.device)[:, None]
-        value = where.rows_of(own).to(z)
-        index = at.clamp(0, longest - 1)[:, :, None, None].expand(-1, -1, *value.shape[2:])
-        return torch.where((at >= 0)[:, :, None, None], value.gather(1, index), z)
+    def put(x: Tensor, where: Where) -> Tensor:
+        at = (where.positions - (start - 1)).clamp(0, n - 1)
+        return own[0].to(x)[at]
 
-    # The positions are only named so that what comes before them is not computed again for each head.
-    return apply((head,), put, "z", positions=range(-longest - 1, -1))
+    return apply((head,), put, "z", positions=range(start - 1, start - 1 + n))

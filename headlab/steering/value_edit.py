@@ -46,6 +46,7 @@ class ValueEdit(Learned):
     factor: float = 1.0
 
     name: ClassVar[str] = "value_edit"
+    sizes: ClassVar[dict[str, tuple[str, ...]]] = {"values": ("heads", "d_value")}
     strength_field: ClassVar[str] = "factor"
     strengths: ClassVar[tuple[float, ...]] = (1.0, 3.0, 6.0)
 
