@@ -85,8 +85,8 @@ def test_shuffled_labels_go_from_document_to_document():
 def test_an_order_that_documents_share_does_not_survive():
     documents = np.repeat(np.arange(12), 8)
     labels = np.tile([1, 1, 1, 1, 0, 0, 0, 0], 12)  # the right answer first, then the wrong one
-    draws = np.stack(list(shuffled_labels(labels, documents, 200, seed=0)))
-    assert draws.mean(0) == pytest.approx(0.5, abs=0.08)
+    draws = np.stack(list(shuffled_labels(labels, documents, 400, seed=0)))
+    assert draws.mean(0) == pytest.approx(0.5, abs=0.1)
     null = [float(auroc(labels.astype(float), dealt)) for dealt in draws]
     assert np.mean(null) == pytest.approx(0.5, abs=0.05)
 
