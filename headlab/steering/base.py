@@ -31,7 +31,20 @@ class Method(ABC):
     """A way of steering: a frozen dataclass whose fields are its settings.
 
     Subclasses have a field ``heads``, set the class variables, and give :meth:`edits`. What must be learned is learned
-    by a class method ``fit(model, …)`` that returns an instance.
+    by a class method ``fit(model, …)`` that returns an instance. One of your own that weighs down the first token:
+
+        @dataclass(frozen=True)
+        class Lighter(hl.steering.Method):
+            heads: str = "*.*"
+            factor: float = 0.5
+            strength_field: ClassVar[str] = "factor"
+            strengths: ClassVar[tuple[float, ...]] = (0.5, 0.1)
+
+            def edits(self, model):
+                def lighten(bias, where):                    # [batch, head, 1 or query, key]
+                    first = (where.keys == 0)[:, None, None]     # positions of keys, whatever the padding
+                    return bias + math.log(self.factor) * first
+                return [hl.apply(self.heads, lighten, "bias")]
     """
 
     #: What the command line calls it; by default the class's name.
@@ -95,6 +108,9 @@ class Method(ABC):
 @contextmanager
 def steer(model: Model, *methods: Method) -> Iterator[Model]:
     """Steer a model until the block ends.
+
+    Methods at one site of a layer act in the order given; sites come in their own order, ``q`` before ``bias`` before
+    ``z`` and so on, and biases add up whatever the order.
 
     Args:
         model: The model; everything run through it meanwhile is steered, generation with a KV cache included.

@@ -32,8 +32,8 @@ class Marks:
 
     Args:
         model: The model; text needs its tokenizer.
-        spans: Text or positions; negative positions count from the prompt's end. A token that reaches beyond a span
-            is marked whole.
+        spans: Text, every time it occurs, or positions; negative positions count from the prompt's end. A token that
+            reaches beyond a span is marked whole.
         last_only: Whether to mark the last token of each span alone.
 
     Raises:
