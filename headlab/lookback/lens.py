@@ -249,7 +249,7 @@ class Lens:
         return (
             f"Lens of {self.about.get('model', '?')}: AUROC {figures.get('auroc', math.nan):.3f} "
             f"[{figures.get('auroc_low', math.nan):.3f}, {figures.get('auroc_high', math.nan):.3f}] on held-out spans, "
-            f"{int(figures.get('spans', 0))} spans of {int(figures.get('documents', 0))} documents"
+            f"{figures.get('spans', math.nan):.6g} spans of {figures.get('documents', math.nan):.6g} documents"
         )
 
 

@@ -85,6 +85,14 @@ class FoundInTheMiddle(Method):
             raise PlanError(f"temperature={shown(self.temperature)} must be a number above 0")
         if not self.dummy:
             raise PlanError("dummy= is empty; give a sentence, or token ids")
+        try:
+            known = [np.asarray(row, float) for row in self.relevances or ()]
+        except (TypeError, ValueError) as error:
+            raise PlanError(
+                f"relevances={shown(self.relevances)} must be a list of numbers for each prompt"
+            ) from error
+        if not all(row.ndim == 1 and np.isfinite(row).all() for row in known):
+            raise PlanError("relevances= must be finite numbers, a list of them for each prompt")
 
     def edits(self, model: Model) -> Sequence[Edit]:
         """Refused: it is more than edits.

@@ -31,8 +31,8 @@ from jaxtyping import Bool, Float
 
 from headlab.arguments import finite_number, seed_number
 from headlab.attention import Head, keep, parse_heads
-from headlab.errors import OutputError, PlanError, PromptError
-from headlab.shards import write_text
+from headlab.errors import PlanError, PromptError
+from headlab.shards import reading, write_text
 from headlab.steering.behaviours.injections import InjectionTexts
 from headlab.steering.learned import head_names, shape_of
 from headlab.tasks.needles import token_span
@@ -300,7 +300,7 @@ class InjectionDetector:
         Raises:
             OutputError: The file holds no detector.
         """
-        try:
+        with reading(path, "injection detector"):
             kept: dict[str, Any] = json.loads(Path(path).read_text("utf-8"))
             if kept.pop("format") != _FORMAT:
                 raise ValueError("another format")
@@ -308,8 +308,6 @@ class InjectionDetector:
             finite_number(detector.threshold, "threshold")
             if not isinstance(detector.heads, str) or len(detector.shape) != 4:
                 raise ValueError("fields of another form")
-        except (OSError, ValueError, LookupError, TypeError, AttributeError, PlanError) as error:
-            raise OutputError(f"{path} holds no injection detector: {error!r:.120}") from error
         return detector
 
 
