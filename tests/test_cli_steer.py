@@ -89,6 +89,7 @@ def test_methods_are_listed_with_a_behaviour_that_exists(run: Run) -> None:
         (("--method", "pasta", "--text", TEXT, "--span", "w11", "--heads", "9.9"), "9"),
         (("--method", "pasta", "--text", TEXT, "--span", "w11", "--strength", "0"), "above 0"),
         (("--method", "pasta", "--text", TEXT, "--strengths", "1"), "go with --eval"),
+        (("--method", "pasta", "--eval", "zero_shot"), "marks no text of its own"),
         (("--method", "june", "--eval", "what"), "there is no behaviour 'what'"),
         (("--method", "june", "--eval", "auto", "--strengths", "a"), "must be numbers"),
         (("--method", "function_vector", "--eval", "auto", "--task", "x"), "x"),

@@ -95,7 +95,8 @@ class Where:
 
 
 #: Rewrites values of some heads: [batch, position, head, width] at vector sites, [batch, head, query, key] at
-#: scores (hidden keys are −inf) and pattern, [batch, head, 1 or query, key] at bias.
+#: scores (hidden keys are −inf) and pattern, [batch, head, 1 or query, key] at bias. It returns new values and leaves
+#: those it is given alone.
 Operation: TypeAlias = Callable[[Tensor, Where], Tensor]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Optional
@@ -162,7 +163,7 @@ def _checked(
 
 
 def _made(
-    steering: Steering, model: Model, evaluate: str | None, cases: int, tell: object
+    steering: Steering, model: Model, evaluate: str | None, cases: int, tell: Callable[[str], None]
 ) -> tuple[Method, Behaviour | None]:
     """The method, and the behaviour it is to be measured on."""
     from headlab.errors import PlanError
@@ -179,7 +180,7 @@ def _made(
         steering.task or "antonym",
         cases,
         steering.seed,
-        tell,  # type: ignore[arg-type]
+        tell,
     )
     if steering.load is not None:
         if steering.heads is not None:
@@ -199,7 +200,11 @@ def _made(
         name = RECIPES[method.name].behaviour
     if steering.load is not None and name == "zero_shot" and steering.task is None:
         raise PlanError("the file does not say which task it was learned from; name it with --task")
-    return method, behaviour(name, setting)
+    measured = behaviour(name, setting)
+    marks = steering.method is not None and recipe(steering.method).marks
+    if marks and not steering.span and not all(case.spans for case in measured.cases):
+        raise PlanError(f"{name} marks no text of its own; name the text with --span")
+    return method, measured
 
 
 def _save(method: Method, path: Path) -> None:

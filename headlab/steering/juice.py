@@ -23,10 +23,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Self
+from weakref import WeakSet
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from headlab.arguments import count, finite_number
 from headlab.attention import Edit, Head, HeadsLike, Where, apply, parse_heads, scale
@@ -42,6 +43,8 @@ if TYPE_CHECKING:
 
 #: Coefficients that heads to enhance and heads to suppress are found with.
 ENHANCING, SUPPRESSING = (1.0, 3.0, 5.0, 10.0, 30.0), (-1.0, -2.0, -5.0)
+#: Models that JuICE is in force on: one run before each pass is all there is.
+_IN_FORCE: WeakSet[nn.Module] = WeakSet()
 #: Heads of each list.
 N_HEADS = 5
 
@@ -129,10 +132,10 @@ class JuICE(JuNE):
         """Put it in force until the block ends.
 
         Raises:
-            PlanError: JuICE is in force already: one run before each pass is all there is.
+            PlanError: JuICE is in force already.
         """
         factors = self.factors(model)
-        if any(getattr(edit.operation, "juice", False) for edit in model.edits):
+        if model.module in _IN_FORCE:
             raise PlanError("JuICE is in force already; put all heads into the lists of one")
         first = _FirstRun(model, tuple(factors))
 
@@ -140,7 +143,6 @@ class JuICE(JuNE):
             factor = torch.tensor([factors[Head(where.layer, head)] for head in where.heads])
             return z + factor.to(z)[:, None] * first.z(where).to(z)
 
-        add.juice = True  # type: ignore[attr-defined]  # how a second one knows of the first
         with model.edit(apply(tuple(factors), add, "z")), first.watching():
             yield model
 
@@ -173,9 +175,11 @@ class _FirstRun:
             module.register_forward_pre_hook(self._before, with_kwargs=True),
             module.register_forward_hook(lambda *_: None if self._running else self._z.clear()),
         ]
+        _IN_FORCE.add(module)
         try:
             yield
         finally:
+            _IN_FORCE.discard(module)
             for handle in handles:
                 handle.remove()
 

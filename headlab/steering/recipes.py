@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -238,12 +238,12 @@ def _zero_shot(setting: Setting) -> Behaviour:
     return icl.zero_shot(setting.task, setting.n_cases, setting.seed)
 
 
-def _conflicts(towards: str) -> Callable[[Setting], Behaviour]:
+def _conflicts(towards: Literal["memory", "context"]) -> Callable[[Setting], Behaviour]:
     def make(setting: Setting) -> Behaviour:
         from headlab.steering.behaviours import conflicts
 
         items = conflicts.known_conflicts(setting.model, setting.n_cases, setting.seed)
-        return conflicts.conflict(items, "substitution", towards)  # type: ignore[arg-type]
+        return conflicts.conflict(items, "substitution", towards)
 
     return make
 
