@@ -197,9 +197,10 @@ class BoundEdit:
         if where.heads != tuple(range(x.shape[1])):
             index = torch.tensor(where.heads, device=x.device)
         old = x if index is None else x.index_select(1, index)
+        hidden = old == -torch.inf if self.site == "scores" else None
         new = self.operation(old, where).to(x.dtype)
-        if self.site == "scores":  # whatever the operation does, a hidden key stays hidden
-            new = new.expand_as(old).masked_fill(old == -torch.inf, -torch.inf)
+        if hidden is not None:  # whatever the operation does, a hidden key stays hidden
+            new = new.expand_as(old).masked_fill(hidden, -torch.inf)
         at = self._acts(where)
         if at is not None:
             new = torch.where(at[:, None, :, None], new, old)
