@@ -81,7 +81,7 @@ def generate(
         tell: Told each chosen chunk.
 
     Raises:
-        PlanError: The model has another shape than the lens, or an argument is out of range.
+        PlanError: The model has another shape than the lens, edits are in force, or an argument is out of range.
         PromptError: The prompt cannot be used, or the continuation would not fit the context.
     """
     import pandas as pd

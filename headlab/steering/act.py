@@ -88,7 +88,7 @@ class ACT(Method):
 
         Raises:
             HeadError: A head does not exist.
-            UnsupportedError: The model has an encoder and a decoder.
+            UnsupportedError: The model is no decoder.
         """
         heads = self.chosen(model)
         layers = sorted({head.layer for head in heads})

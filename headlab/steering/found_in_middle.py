@@ -110,7 +110,7 @@ class FoundInTheMiddle(Method):
 
         Raises:
             HeadError: A head does not exist.
-            UnsupportedError: The model has an encoder and a decoder.
+            UnsupportedError: The model is no decoder.
         """
         found = Beforehand(model, "FoundInTheMiddle", lambda ids: self._look(model, ids))
         last: tuple[Tensor | None, Tensor | None, Tensor] | None = None
