@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_capture import N, ids_of, ragged
+from test_capture import N, ids_of, ragged, sides
 from test_generate import padded
 from test_interventions import HEADS, HEADS_OF, check, hand, rewrite
 from torch import Tensor
@@ -42,6 +42,16 @@ def test_a_bias_equals_scores_written_by_hand(lab: Lab, hand: Lab, family: str) 
         check(model.logits(ids), expected, ids, model.logits(ids) * 0)
     with model.edit(hl.add(HEADS, PER_KEY, site="bias")):
         check(model.logits(ids), expected, ids)
+
+
+def test_a_bias_comes_on_top_of_the_models_own(lab: Lab, hand: Lab) -> None:
+    model, (ids, decoder) = lab("t5"), sides("t5")
+    assert decoder is not None
+    heads = {layer: (1,) for layer in range(model.spec.n_layers)}
+    expected = hand("t5").logits(ids, decoder, scores=rewrite(added, heads, rows=True))
+    with model.edit(hl.apply("*.1", per_key, site="bias")):
+        got = model.logits(ids, decoder=decoder)
+    check(got, expected, decoder, model.logits(ids, decoder=decoder))
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt_oss"])

@@ -142,6 +142,21 @@ def test_the_side_effect_is_the_loss_on_plain_text(lab: Lab, found: hl.steering.
     assert row["loss_change"] == pytest.approx(row["loss"] - found.row("unsteered")["loss"])
 
 
+def test_the_second_half_of_a_text_counts_as_generated(lab: Lab) -> None:
+    model = lab("llama")
+    width = model.spec.layers[0].d_value
+    shape = (2, model.spec.n_heads, model.spec.d_head, model.spec.d_model)
+    loss = {}
+    for rows in ("prompt_end", "from_end", "all"):
+        vectors = hl.steering.HeadVectors("L1H0", shape, torch.ones(1, width), rows=rows)  # type: ignore[arg-type]
+        found = evaluate(model, vectors, behaviour(), strengths=[2.0], n_texts=2, n_controls=0)
+        loss[rows] = found.row("method", 2.0)["loss_change"]
+    # In the last layer, what comes before the last token of the first half changes none of the losses that count.
+    assert loss["from_end"] == pytest.approx(loss["all"], abs=1e-6)
+    assert abs(loss["prompt_end"]) > 1e-5
+    assert abs(loss["from_end"] - loss["prompt_end"]) > 1e-4
+
+
 def test_marked_spans_are_those_of_the_cases_and_of_the_texts(
     lab: Lab, found: hl.steering.Evaluation
 ) -> None:
